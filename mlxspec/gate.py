@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 # %% ../nbs/24_gate.ipynb #f99f48ef
 def spec_dispatch_eligible(inside_thinking: bool, # the sequence is between <think> and </think>
-                           post_think_emitted: int, # tokens emitted after </think>, or in all if it never thinks
+                           post_think_emitted: int, # after </think>, or in all if it never thinks
                            output_len: int, # tokens emitted in all
                            suppress_tool_call: bool = False, # a tool call is being forced
                            disable_mtp: bool = False, # the request asked for no speculation
@@ -44,7 +44,7 @@ ENTRY_PIN = 8 # tokens for which a sequence is pinned to verify when nothing els
 
 def entry_pin_tokens(raw: str | None, # the option as written by the user, None when unset
                     ) -> int: # tokens; 0 switches the pin off
-    "Width of the entry pin. Anything that is not a whole number >= 0 means the default, with a warning."
+    "Width of the entry pin; what is not a whole number >= 0 means the default, with a warning."
     if raw is None: return ENTRY_PIN
     if (s := raw.strip()).isdecimal(): return int(s)
     log.warning('entry pin %r is not a whole number >= 0; using %d', raw, ENTRY_PIN)
@@ -149,7 +149,7 @@ def width_bucket(n: int) -> int: # sequences in a step -> least power of two >= 
 
 def depth_changed(measured: int, now: int, # context lengths, tokens
                   factor: int = 2, floor: int = 512) -> bool:
-    "Whether the context is so much longer or shorter that estimates made at `measured` do not hold."
+    "Whether estimates made at `measured` do not hold any more."
     m, l = max(measured, floor), max(now, floor)
     return l >= factor * m or m >= factor * l
 
@@ -194,7 +194,8 @@ class WindowState:
     timeline: deque[Switch] = field(default_factory=lambda: deque(maxlen=256))
 
     @property
-    def other(self) -> GateMode: return GateMode.Serial if self.mode is GateMode.Mtp else GateMode.Mtp
+    def other(self) -> GateMode:
+        return GateMode.Serial if self.mode is GateMode.Mtp else GateMode.Mtp
     @property
     def running(self) -> GateMode: return self.other if self.probing else self.mode
     @property
@@ -270,10 +271,10 @@ def enter_width(s: WindowState, width: int) -> None:
 
 # %% ../nbs/24_gate.ipynb #836f095a
 class WindowGate(WindowState):
-    "Compares verify and plain decoding over windows of 16 steps; knows one drafter and leaves K alone."
+    "Compares verify and plain decoding over windows; knows one drafter and leaves K alone."
     def note_width(self, width: int) -> None: enter_width(self, width)
     def note_depth(self, depth: int) -> None: self.observed_depth = depth
-    def maybe_remeasure(self, depth: int) -> bool: # context length, tokens -> has the regime changed?
+    def maybe_remeasure(self, depth: int) -> bool: # context length -> has the regime changed?
         "Make both estimates stale when the context has doubled or halved since they were made."
         if not depth_changed(self.measured_at_depth, depth, self.REMEASURE_DEPTH_FACTOR,
                              self.REMEASURE_DEPTH_FLOOR): return False
@@ -296,7 +297,8 @@ class WindowGate(WindowState):
         rival = self.mode if self.probing else self.other
         run, oth = self.stats[self.running].tps, self.stats[rival].tps
         why = 'probe' if self.probing else 'mode'
-        if self.running is GateMode.Serial: return Step(GateStep.MeasureDecode, 1, 'plain', why, run, oth)
+        if self.running is GateMode.Serial:
+            return Step(GateStep.MeasureDecode, 1, 'plain', why, run, oth)
         arm, rows = next(iter((ks or {'mtp': (2,)}).items()))
         return Step(GateStep.MeasureVerify, max(rows), arm, why, run, oth)
     def record(self, r: StepResult) -> None:
@@ -310,7 +312,7 @@ class WindowGate(WindowState):
     def take_fresh_decision(self) -> GateDecision | None:
         d, self.decision = self.decision, None
         return d
-    def observe(self) -> tuple[GateMode, float]: # state, tokens per second of the mode (0: not measured)
+    def observe(self) -> tuple[GateMode, float]: # state, tok/s of the mode (0: not measured)
         return (GateMode.Probing if self.probing else self.mode), self.stats[self.mode].tps or 0.0
     def in_serial_mode(self) -> bool: return self.mode is GateMode.Serial
     @property
