@@ -1,16 +1,24 @@
-"Let nbval run the notebooks that nbdev cleaned, by nbdev's own rules."
+"""Let nbval run the notebooks that nbdev cleaned, by nbdev's own rules, and keep tests away from what is personal.
+
+Notebook kernels and subprocesses inherit the environment that is set here."""
 import os
+import tempfile
 
 from nbdev.config import get_config
 from nbdev.test import nb_test_cells
 
-# Stored outputs must be the same on every machine: MLX's bundled BLAS is, a system OpenBLAS is not.
-os.environ.setdefault('MLXSPEC_BLAS', 'off')
-# Tests never read or write the caches of the person who runs them.
-os.environ.setdefault('HF_HUB_OFFLINE', '1')
+# Only MLXSPEC_BLAS may be chosen from outside. MLX's bundled BLAS gives the same ids on every machine, a system one does not.
+chosen = os.environ.get('MLXSPEC_BLAS', 'off')
+for name in [n for n in os.environ if n.startswith('MLXSPEC_')]: del os.environ[name]
+os.environ.update(MLXSPEC_BLAS=chosen, HF_HUB_OFFLINE='1')
+
+# No config file or measurement of the person who runs the tests is read or written.
+home = tempfile.TemporaryDirectory(prefix='mlxspec-test-')
+os.environ.update(XDG_CONFIG_HOME=home.name, MLXSPEC_CACHE_DIR=home.name)
 
 
 def pytest_collection_modifyitems(items):
+    "Skip the cells that nbdev would skip; nbval fails on the others only for what they do."
     flags = get_config(__file__).tst_flags
     flags, runs = flags.split() if isinstance(flags, str) else flags, {}
     for it in items:
