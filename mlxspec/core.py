@@ -226,5 +226,6 @@ class Drafter(Protocol):
     max_drafts: int                   # most drafts it can make in a round
     hidden: str | None                # hidden state it needs: None, 'pre' or 'post' (the final norm)
     def open(self, seq: SequenceView) -> DraftState: ...
+    def ready(self, state: Any) -> bool: ...  # cheap: would `propose` offer anything for the tokens so far?
     def propose(self, states: list, ks: list[int], laws: list) -> list[Proposal]: ... # ks: most drafts wanted, per state
     def observe(self, states: list, tokens: list[list[int]], features: list, accepted: list[int]) -> None: ...
