@@ -19,7 +19,10 @@ __all__ = ['WORDS', 'NAMES', 'DAYS', 'MONTHS', 'COUNTRIES', 'CAPITALS', 'CITIES'
            'without_thought', 'turns_before', 'conversation', 'check', 'tool_line', 'tool_text', 'turn', 'render']
 
 # %% ../nbs/50_curriculum.ipynb #3c364dc5
-import json, random, re, zlib
+import json
+import random
+import re
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
