@@ -77,10 +77,10 @@ def detect() -> Device:
                   info.get('max_recommended_working_set_size') or info.get('memory_size'), gpu or sys.platform == 'darwin')
 
 # %% ../nbs/03_device.ipynb #5c8fc423
-def set_compile(choice: str, # `auto`, `on` or `off`
+def set_compile(choice: bool | None, # None: as the device likes it
                 device: Device) -> bool: # whether functions are compiled from now on
     "Turn mx.compile on or off for this process."
     import mlx.core as mx
-    on = device.compiles if choice == 'auto' else choice == 'on'
+    on = device.compiles if choice is None else choice
     (mx.enable_compile if on else mx.disable_compile)()
     return on
