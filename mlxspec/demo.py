@@ -17,7 +17,7 @@ from typing import Any
 from .core import PairError, round_half_away
 
 # %% auto #0
-__all__ = ['PROMPTS', 'RUNS', 'MAX_TOKENS', 'BUDGET_S', 'ACCEPTED', 'QUOTES', 'ask', 'Answer', 'first_difference', 'seconds',
+__all__ = ['PROMPTS', 'RUNS', 'MAX_TOKENS', 'BUDGET_S', 'ACCEPTED', 'QUOTES', 'as_chat', 'Answer', 'first_difference', 'seconds',
            'compare', 'marked', 'counts', 'verdict', 'total_ratio', 'show', 'as_json', 'demo']
 
 # %% ../nbs/52_demo.ipynb #775f09c5
@@ -31,14 +31,11 @@ RUNS = 5          # pairs of runs per prompt
 MAX_TOKENS = 128  # per answer, unless the person says otherwise
 BUDGET_S = 3.0    # no new pair of runs for a prompt after this many seconds
 
-# %% ../nbs/52_demo.ipynb #35ab9d4d
-def ask(engine: Any, # anything with `chat.has_template` and `generate(prompt, **params)`
-        prompt: str,
-        **params,    # of `mlxspec.Params`
-       ) -> Any:     # the engine's Result
-    "One answer, as chat if the target chats."
-    chat = [{'role': 'user', 'content': prompt}]
-    return engine.generate(chat if engine.chat.has_template else prompt, **params)
+# %% ../nbs/52_demo.ipynb #81c0e699
+def as_chat(engine: Any, # anything with `chat.has_template`
+            text: str) -> str | list[dict]: # what its `generate` and `stream` take
+    "A chat message if the target chats, plain text if not."
+    return [{'role': 'user', 'content': text}] if engine.chat.has_template else text
 
 # %% ../nbs/52_demo.ipynb #631023a9
 @dataclass(frozen=True)
@@ -70,7 +67,7 @@ def compare(engine: Any, prompt: str,
             clock: Callable[[], float] = time.perf_counter, # seconds
             **params) -> Answer:
     "Answer a prompt with and without speculation, warm-up first, then interleaved pairs of runs."
-    one = lambda speculate: ask(engine, prompt, speculate=speculate, **params)
+    one = lambda speculate: engine.generate(as_chat(engine, prompt), speculate=speculate, **params)
     plain, spec = one(False), one(True)
     outputs, ratios, end = [spec], [], clock() + budget_s
     while len(ratios) < runs and (not ratios or clock() < end):
@@ -101,7 +98,7 @@ def marked(pieces: Sequence[tuple[str, str]], # text cut by origin: (text, 'targ
 def counts(a: Answer) -> str: # one line
     "What speculation did for one answer."
     s, n = a.result.stats, len(a.ratios)
-    did = f'drafted {s.drafted}, accepted {s.accepted} in {s.rounds} rounds'
+    did = f'drafted {s.drafted}, accepted {s.accepted} in {s.rounds} round{"s" * (s.rounds != 1)}'
     pairs = '1 pair of runs' if n == 1 else f'median of {n} pairs of runs'
     return f'{s.completion_tokens} tokens: {did}; {a.ratio:.2f}x plain ({pairs})'
 
