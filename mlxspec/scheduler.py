@@ -182,8 +182,9 @@ class ModelWorkScheduler:
     "One owner thread and the queues before it. Any thread may call any method."
     mode = 'serial'
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic): # seconds
-        self._desk = Desk(clock, beat=clock())
+    def __init__(self, clock: Callable[[], float] = time.monotonic, # seconds
+                 at_end: Callable[[], Any] = lambda: None): # the owner's last act
+        self._desk, self._at_end = Desk(clock, beat=clock()), at_end
         self._owner = threading.Thread(target=self._main, name='mlxspec-owner', daemon=True)
         self._owner.start()
         atexit.register(self.shutdown)
@@ -233,4 +234,6 @@ class ModelWorkScheduler:
     def _main(self) -> None:
         try:
             while turn(self._desk): pass
-        finally: abandon(self._desk)
+        finally:
+            abandon(self._desk)
+            self._at_end()
