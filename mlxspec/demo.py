@@ -29,7 +29,7 @@ PROMPTS = (
 )
 RUNS = 5          # pairs of runs per prompt
 MAX_TOKENS = 128  # per answer, unless the person says otherwise
-BUDGET_S = 3.0    # no new pair of runs for a prompt after this many seconds
+BUDGET_S = 2.0    # no new pair of runs for a prompt after this many seconds
 
 # %% ../nbs/52_demo.ipynb #81c0e699
 def as_chat(engine: Any, # anything with `chat.has_template`
@@ -89,7 +89,7 @@ def marked(pieces: Sequence[tuple[str, str]], # text cut by origin: (text, 'targ
     from rich.text import Text
     out = Text()
     for text, origin in pieces:
-        if origin == 'target': out.append(text)
+        if origin == 'target' or not (styled or text.strip()): out.append(text)
         elif styled: out.append(text, ACCEPTED)
         else: out.append(' ' * (len(text) - len(text.lstrip(' '))) + text.lstrip(' ').join(QUOTES))
     return out

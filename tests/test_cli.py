@@ -1,0 +1,168 @@
+"The command line as a person or a script meets it: output, exit codes, one sentence per mistake."
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mlxspec import cli
+from mlxspec.core import Emitted
+
+MLXSPEC = str(Path(sys.executable).with_name('mlxspec'))
+SHORT = '--max-tokens=12'
+
+
+def run(*args, env=None, cwd=None, stdin=''):
+    "Run the script in a process of its own."
+    return subprocess.run([MLXSPEC, *args], capture_output=True, text=True, timeout=120, env={**os.environ, **(env or {})},
+                          cwd=cwd, input=stdin)
+
+
+def refused(done, *words, code=2):
+    "Nothing on stdout, one sentence on stderr."
+    assert (done.returncode, done.stdout) == (code, '')
+    assert done.stderr.startswith('mlxspec: ') and done.stderr.count('\n') == 1 and done.stderr.rstrip()[-1] in '.?'
+    for w in words: assert w in done.stderr
+
+
+def main(capsys, *args):
+    "Run in this process: exit code and what was printed."
+    code = cli.main(list(args))
+    return code, capsys.readouterr().out
+
+
+def test_help_needs_no_mlx():
+    code = ('import sys; from mlxspec.cli import main\ntry: main(sys.argv[1:])\nexcept SystemExit: pass\n'
+            'assert not {"mlx", "mlx_lm", "numpy", "rich", "fastapi"} & set(sys.modules)')
+    for args in ([], ['--help'], ['--version'], ['version'], ['serve', '--help'], ['serve', '--print-config']):
+        done = subprocess.run([sys.executable, '-c', code, *args], capture_output=True, text=True)
+        assert done.returncode == 0 and done.stdout and not done.stderr, done.stderr
+
+
+def test_help_lists_every_option():
+    text = run('serve', '--help').stdout
+    for r in cli.TABLE.values(): assert (r.flag in text.split()) == ('serve' in r.commands), r.flag
+    assert all(c in run('--help').stdout for c in cli.COMMANDS)
+
+
+def test_version():
+    import mlxspec
+    assert run('--version').stdout == f'mlxspec {mlxspec.__version__}\n'
+    assert run('version').stdout.splitlines()[0] == f'mlxspec {mlxspec.__version__}'
+
+
+@pytest.mark.parametrize('args, words', [
+    (['demos'], ['Unknown command', 'Did you mean demo?']), (['--port', '1', 'serve'], ['after the command']),
+    (['serve', '--prot', '1'], ['--prot', 'Did you mean --port?']), (['serve', '--por=1'], ['Did you mean --port?']),
+    (['serve', '--port', 'x'], ['--port must be a whole number between 0 and 65535']), (['serve', '--port'], ['--port']),
+    (['serve', '--scheduler-mode', 'hyper'], ['--scheduler-mode must be serial']), (['serve', '--blas', 'off'], ['MLXSPEC_BLAS']),
+    (['serve', '--no-spec', 'maybe'], ['--no-spec must be 1, true']), (['serve', 'now'], ["Unexpected argument 'now'"]),
+    (['serve', '--config', 'gone.toml'], ['Cannot read the config file gone.toml']),
+    (['generate'], ['--prompt']), (['generate', '-p', ' \n'], ['The prompt is empty.']), (['generate', '-p', '-'], ['The prompt is empty.']),
+    (['generate', '-p', 'x', '--host', 'y'], ['--host is an option of mlxspec serve']), (['generate', '-p', 'x', '--seed', 'y'], ['--seed']),
+    (['generate', '-p', 'x', '--temperature', 'nan'], ['between 0 and 2'])])
+def test_a_mistake_is_one_sentence(args, words, tmp_path): refused(run(*args, cwd=tmp_path), *words)
+
+
+@pytest.mark.parametrize('args, words', [
+    (['generate', '-p', 'x', '--model', 'gone/away/model'], ['gone/away/model']), (['serve', '--model', './gone'], ['./gone']),
+    (['generate', '-p', 'x', '--drafter', 'lokup'], ['lokup', 'lookup']), (['demo', '--drafter', 'none'], ['nothing to compare']),
+    (['generate', '-p', 'x', '--speculation', 'required', '--no-spec'], ['required'])])
+def test_a_mistake_found_while_loading_is_one_sentence_too(args, words, tmp_path): refused(run(*args, cwd=tmp_path), *words)
+
+
+def test_mistakes_in_the_environment_and_in_files(tmp_path):
+    refused(run('serve', env=dict(MLXSPEC_NO_SPEC='maybe')), 'MLXSPEC_NO_SPEC must be 1, true, yes, on, 0, false, no or off')
+    (tmp_path/'mlxspec.toml').write_text('prot = 1')
+    refused(run('demo', cwd=tmp_path), 'mlxspec.toml', 'Did you mean port?')
+    (tmp_path/'mlxspec.toml').write_text('prot =')
+    refused(run('generate', '-p', 'x', cwd=tmp_path), 'mlxspec.toml is not valid TOML')
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='backends are extras on Linux only')
+def test_mlx_without_a_backend_names_the_extras(tmp_path):
+    (tmp_path/'mlx').mkdir()
+    (tmp_path/'mlx'/'core.py').write_text('raise ImportError("libmlx.so: cannot open shared object file: No such file or directory")')
+    for args in (['generate', '-p', 'x'], ['demo'], ['serve']):
+        refused(run(*args, env=dict(PYTHONPATH=str(tmp_path))), 'libmlx.so', 'mlxspec[cpu]', 'mlxspec[cuda12]', 'mlxspec[cuda13]')
+
+
+def test_a_busy_port_is_exit_3():
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0)), s.listen()
+        refused(run('serve', '--port', str(s.getsockname()[1])), 'port', code=3)
+
+
+def test_print_config(tmp_path):
+    (tmp_path/'mlxspec.toml').write_text('top_k = 7')
+    lines = run('serve', '--print-config', '--port', '9', env=dict(MLXSPEC_HOST='::1'), cwd=tmp_path).stdout.splitlines()
+    rows = {line.split()[0]: line.split()[1:] for line in lines}
+    assert (rows['port'], rows['host'], rows['top_k']) == (['9', '--port'], ['::1', 'MLXSPEC_HOST'], ['7', 'mlxspec.toml'])
+    assert list(rows) == list(cli.TABLE)
+
+
+def test_generate(capsys):
+    ask = ['generate', '-p', 'Repeat: one two one two one two', '--max-tokens', '24']
+    code, text = main(capsys, *ask)
+    body = json.loads(main(capsys, *ask, '--json', '--seed', '7')[1])
+    plain = json.loads(main(capsys, *ask, '--json', '--no-spec')[1])
+    shown = main(capsys, *ask, '--show')[1]
+    answer = body['choices'][0]['message']['content']
+    assert code == 0 and text.rstrip('\n') == answer.rstrip('\n') == plain['choices'][0]['message']['content'].rstrip('\n')
+    assert answer.strip() in shown.replace('‹', '').replace('›', '')
+    assert body['object'] == 'chat.completion' and body['metrics']['mlxspec']['seed'] == 7
+    assert body['usage']['completion_tokens'] == plain['usage']['completion_tokens'] <= 24
+    assert plain['metrics']['speculative_decoding']['num_draft_tokens'] == 0
+
+
+def test_generate_reads_standard_input():
+    done = run('generate', '-p', '-', SHORT, stdin='Count from 1 to 5.')
+    assert done.returncode == 0 and done.stdout and not done.stderr
+
+
+def test_demo(capsys):
+    code, text = main(capsys, 'demo', '--json', '--prompt', 'Repeat: red blue red blue', '--prompt', 'Count from 1 to 9.', SHORT)
+    report = json.loads(text)
+    assert code == 0 and report['same_text'] and len(report['answers']) == 2 and report['model'] == 'mlxspec-demo'
+    for a in report['answers']:
+        assert a['differs_at'] is None and 0 <= a['accepted'] <= a['drafted'] and a['completion_tokens'] <= 12 and a['ratio'] > 0
+        assert ''.join(p['text'] for p in a['pieces']) == a['text']
+
+
+def test_demo_fails_when_a_text_changes(capsys, monkeypatch):
+    class Wrong:
+        "An engine whose drafter changes the third token."
+        def __init__(self, engine): self.engine = engine
+        def __enter__(self): return self
+        def __exit__(self, *_): self.engine.close()
+        def __getattr__(self, name): return getattr(self.engine, name)
+        def generate(self, prompt, speculate=True, **params):
+            r = self.engine.generate(prompt, speculate=speculate, **params)
+            if speculate: r.tokens[2] = Emitted(r.tokens[2].id + 1, 'lookup')
+            return r
+    load = cli.load
+    monkeypatch.setattr(cli, 'load', lambda settings: Wrong(load(settings)))
+    code, text = main(capsys, 'demo', '--prompt', 'Count from 1 to 9.', SHORT)
+    assert code == 1 and 'TEXTS DIFFER: prompt 1 from token 3.' in text
+    code, text = main(capsys, 'demo', '--json', '--prompt', 'Count from 1 to 9.', SHORT)
+    assert code == 1 and json.loads(text)['answers'][0]['differs_at'] == 2
+
+
+def test_an_interrupt_is_quiet():
+    with subprocess.Popen([MLXSPEC, 'demo'], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as p:
+        p.stdout.readline()                                # the first answer is there
+        p.send_signal(signal.SIGINT)
+        out, err = p.communicate(timeout=60)
+    assert (p.returncode, err) == (130, '')
+
+
+def test_a_reader_that_goes_away_is_nobodys_fault():
+    r, w = os.pipe()
+    os.close(r)
+    done = subprocess.run([MLXSPEC, 'version'], stdout=w, stderr=subprocess.PIPE, text=True)
+    os.close(w)
+    assert (done.returncode, done.stderr) == (141, '')
