@@ -115,7 +115,7 @@ def within(v: Any, lo: float | None, hi: float | None) -> bool: # False for NaN
 class Settings:
     "Every option with its value, and where each came from."
     model: str | None = option(None, 'target: a directory or a Hugging Face repository (without it, the demo pair)')
-    drafter: str | None = option(None, 'drafters by preference, comma-separated: lookup, none, a directory or a repository')
+    drafter: str | None = option(None, 'kinds of drafters in order of preference, comma-separated: lookup; or none')
     draft_block_size: int | None = option(None, 'K, most verify rows of a round: 1 pending token and K - 1 drafts', lo=1, hi=16)
     no_spec: bool = option(False, 'never configure speculation', ('serve', 'generate'))
     speculation: str = option('auto', 'when the pair cannot speculate: serve plain or refuse to start', ('serve', 'generate'),
