@@ -155,6 +155,7 @@ class Chunk:
     "What one step adds to the output of one request."
     text: str                         # new text that is safe to show
     tokens: tuple[Emitted, ...] = ()  # tokens committed in the step
+    texts: tuple[str, ...] = ()       # the same text, by the token that made it safe
     pieces: tuple[tuple[str, str], ...] = () # the same text cut by origin: (text, origin)
     finish_reason: str | None = None  # 'stop' or 'length' on the last chunk
     stop_string: str | None = None    # the stop string that ended it, if one did

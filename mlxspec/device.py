@@ -73,8 +73,9 @@ def detect() -> Device:
     backend = 'metal' if mx.metal.is_available() and gpu else 'cuda' if gpu else 'cpu'
     vendor = dict(metal='Apple', cuda='Nvidia').get(backend, 'Unknown')
     cores = _apple_gpu_cores() if backend == 'metal' else 0
+    memory = info.get('max_recommended_working_set_size') or info.get('memory_size')
     return Device(hardware_label(backend, arch, name, cores), vendor, name or None if gpu else None, arch or None if gpu else None,
-                  info.get('max_recommended_working_set_size') or info.get('memory_size'), gpu or sys.platform == 'darwin')
+                  int(memory) if memory else None, gpu or sys.platform == 'darwin')
 
 # %% ../nbs/03_device.ipynb #5c8fc423
 def set_compile(choice: bool | None, # None: as the device likes it

@@ -71,7 +71,7 @@ class Plan:
     drafters: tuple[Drafter, ...]     # in order of preference
 
 def decode(target: Target, seq: Sequence, plan: Plan,
-           on_chunk: Callable[[Chunk], None] | None, # runs on the owner thread, once per step
+           on_chunk: Callable[[Chunk], object] | None, # runs on the owner thread, once per step
            count: Callable[[int], None], # told the number of requests in each decode step
           ) -> Stepper: # yields lanes, returns a Result
     "Run one request."
@@ -231,9 +231,10 @@ class Engine:
     def encode(self, prompt: str | list[int] | list[dict]) -> list[int]:
         "Token ids of a text, of chat messages, or of token ids."
         if isinstance(prompt, str): return self.chat.encode_text(prompt)
-        return self.chat.encode(prompt) if prompt and isinstance(prompt[0], dict) else list(prompt)
+        messages = [m for m in prompt if isinstance(m, dict)]
+        return self.chat.encode(messages) if messages else [t for t in prompt if isinstance(t, int)]
 
-    def submit(self, prompt: list[int], params: Params, on_chunk: Callable[[Chunk], None] | None = None) -> Job:
+    def submit(self, prompt: list[int], params: Params, on_chunk: Callable[[Chunk], object] | None = None) -> Job:
         "Queue a request; never blocks. `on_chunk` runs on the owner thread."
         params = admit(prompt, params, self.vocab_size, self.context_length)
         tokenizer = self._target.tokenizer

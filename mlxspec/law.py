@@ -16,7 +16,7 @@ import mlx.core as mx
 from .core import Params, Rows
 
 # %% auto #0
-__all__ = ['normalise', 'top_p', 'min_p', 'top_k', 'Past', 'penalise', 'noise_key', 'gumbel', 'Law']
+__all__ = ['NO_DRAFTS', 'normalise', 'top_p', 'min_p', 'top_k', 'Past', 'penalise', 'pasts_of', 'noise_key', 'gumbel', 'Law']
 
 # %% ../nbs/04_law.ipynb #e83c850a
 def normalise(logits: mx.array, # [L, V]
@@ -83,6 +83,14 @@ def penalise(logits: mx.array, # [L, V]
     if p.frequency_penalty: logits = logits - p.frequency_penalty * counts
     return logits.astype(counts.dtype)
 
+def pasts_of(past: Past, # before the first row's token
+             block: mx.array, # [n-1] drafts
+            ) -> list[Past]: # n of them, one per row
+    "What each row of a block has behind it: row i also sees the first i drafts."
+    pasts = [past]
+    for i in range(block.shape[0]): pasts.append(pasts[-1].push(block[i:i + 1]))
+    return pasts
+
 # %% ../nbs/04_law.ipynb #5fe30288
 _MASK = 2**64 - 1
 
@@ -109,6 +117,8 @@ def gumbel(keys: list[int], # one 64-bit key per row
     return mx.stack([mx.random.gumbel((vocab,), key=as_key(k)) for k in keys])
 
 # %% ../nbs/04_law.ipynb #e2011ecf
+NO_DRAFTS = mx.array([], dtype=mx.int32)
+
 class Law:
     "How one request turns logits into tokens."
     def __init__(self, params: Params, # of the request; `seed` must be set when temperature > 0
@@ -139,17 +149,14 @@ class Law:
     def rows(self, logits: mx.array, # [L, V]
              position: int, # index of the token that row 0 chooses
              past: Past | None = None, # tokens before that position, when penalised
-             block: mx.array | None = None, # [L-1] drafts (lazy or not), when penalised
+             block: mx.array = NO_DRAFTS, # [L-1] drafts, lazy or not; row i sees the first i of them
             ) -> Rows:
         "The target's token at every row."
         p, n = self.params, logits.shape[0]
         if self._bias is not None: logits = logits + self._bias.astype(logits.dtype)
-        if self.penalised:
-            pasts = [past]
-            for i in range(n - 1): pasts.append(pasts[-1].push(block[i:i + 1]))
-            logits = penalise(logits, pasts, p)
+        if past is not None: logits = penalise(logits, pasts_of(past, block), p)
         logprobs = normalise(logits)
         if p.temperature == 0: return Rows(mx.argmax(logprobs, axis=-1), logprobs)
-        keys = [noise_key(p.seed, position + i, self.index) for i in range(n)]
+        keys = [noise_key(p.seed or 0, position + i, self.index) for i in range(n)]
         scores = self.filtered(logprobs).astype(mx.float32) / p.temperature + gumbel(keys, self.vocab)
         return Rows(mx.argmax(scores, axis=-1), logprobs)

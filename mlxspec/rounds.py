@@ -51,9 +51,11 @@ class Running:
         return self.read if self.read < self.seq.prompt_len - 1 else len(self.seq.tokens) - (self.flight is None and not self.settled)
 
 # %% ../nbs/22_rounds.ipynb #f9f430bc
-def open_running(target: Target, seq: Sequence, drafters: Seq = ()) -> Running:
-    "Give a sequence its device state; drafters are opened after the prompt is read."
-    law = Law(seq.params, target.vocab_size)
+def open_running(target: Target, seq: Sequence, drafters: Seq = (),
+                 law: Law | None = None, # None: the law of the sequence's parameters
+                ) -> Running:
+    "Give a sequence its device state and invite its drafters."
+    law = law or Law(seq.params, target.vocab_size)
     run = Running(seq, law, target.make_cache(), past=law.past(seq.tokens[:seq.prompt_len], seq.output))
     run.guests = [Guest(d, seq) for d in drafters]
     return run
@@ -83,13 +85,13 @@ def detail_of(rows: Rows, n: int | None) -> dict[str, mx.array]: # n: Params.log
         out |= dict(top_ids=ids, top=mx.take_along_axis(lp, ids, axis=-1))
     return out
 
-def emitted(token: int, origin: str, detail: dict[str, list], i: int) -> Emitted:
+def emitted(token: int, origin: str, detail: dict[str, Any], i: int) -> Emitted:
     "The output token of row `i`."
     if not detail: return Emitted(token, origin)
     top = tuple(zip(detail['top_ids'][i], detail['top'][i], strict=True)) if 'top' in detail else ()
     return Emitted(token, origin, detail['chosen'][i], top)
 
-def to_host(detail: dict[str, mx.array]) -> dict[str, list]:
+def to_host(detail: dict[str, mx.array]) -> dict[str, Any]: # nested lists
     return {k: v.tolist() for k, v in detail.items()}
 
 # %% ../nbs/22_rounds.ipynb #c3f8efbf
@@ -119,7 +121,8 @@ def plain_step(target: Target, run: Running,
 def chunk_of(seq: Sequence, deltas: list[Delta]) -> Chunk:
     "What the committed tokens add to the output."
     pieces = tuple(p for d in deltas for p in d.pieces)
-    return Chunk(''.join(t for t, _ in pieces), tuple(seq.emitted[-len(deltas):]), pieces, seq.finish, seq.stream.stop)
+    texts = tuple(''.join(t for t, _ in d.pieces) for d in deltas)
+    return Chunk(''.join(texts), tuple(seq.emitted[-len(deltas):]), texts, pieces, seq.finish, seq.stream.stop)
 
 # %% ../nbs/22_rounds.ipynb #168d98bf
 def verify_step(target: Target, run: Running,
