@@ -14,9 +14,9 @@ from typing import NamedTuple
 from .core import StepResult
 
 # %% auto #0
-__all__ = ['BLOCK', 'PERIOD', 'SHARE', 'MIN_STEPS', 'MIN_TOKENS', 'TAU0', 'T975', 'VERDICTS', 'WINDOW', 'MAX_SAMPLES', 'MARGIN',
-           'EARLY_MIN', 'EARLY_TAU', 'EARLY_Z', 'scheduled', 'middle', 'mean', 'excess', 'Tally', 'Sample', 'why_not',
-           'sample_of', 'Estimate', 'pooled', 'interval', 'estimate', 'clearly_losing', 'verdict']
+__all__ = ['BLOCK', 'PERIOD', 'SHARE', 'MIN_STEPS', 'MIN_TOKENS', 'TAU0', 'D0', 'T975', 'VERDICTS', 'WINDOW', 'MAX_SAMPLES',
+           'MARGIN', 'EARLY_MIN', 'EARLY_HIGH', 'scheduled', 'middle', 'excess', 'Tally', 'Sample', 'why_not',
+           'sample_of', 'Estimate', 'pooled', 'estimate', 'verdict']
 
 # %% ../nbs/23_evidence.ipynb #436e6868
 BLOCK = 4            # steps of a block
@@ -27,47 +27,34 @@ def scheduled(step: int, # index of the step in its period; any integer works
     "The arm that the A B B A order gives to a step."
     return 'spec' if step % PERIOD // BLOCK in (0, 3) else 'plain'
 
-# %% ../nbs/23_evidence.ipynb #1bf5d96e
-def middle(xs: Sequence[float], # at least 2 values
-          ) -> tuple[float, float]: # the interquartile mean, its squared standard error relative to it
-    "Interquartile mean, with its uncertainty."
-    n, s = len(xs), sorted(xs)
-    g = n // 4
-    kept = s[g:n - g]
-    m = sum(kept) / len(kept)
-    wins = [kept[0]] * g + kept + [kept[-1]] * g
-    mw = sum(wins) / n
-    var = sum((x - mw) ** 2 for x in wins) / (n - 1)
-    return m, var / (n * (1 - 2 * g / n) ** 2) / m ** 2
-
-def mean(xs: Sequence[float], # at least 2 values
-        ) -> tuple[float, float]: # the mean, its squared standard error relative to it
-    "Plain mean, with its uncertainty: for counts, where no value is an accident."
-    n, m = len(xs), sum(xs) / len(xs)
-    return m, sum((x - m) ** 2 for x in xs) / (n - 1) / n / m ** 2
+# %% ../nbs/23_evidence.ipynb #1d99f0cc
+def middle(xs: Sequence[float], # at least 1 value
+          ) -> float:
+    "Interquartile mean."
+    g = len(xs) // 4
+    kept = sorted(xs)[g:len(xs) - g]
+    return sum(kept) / len(kept)
 
 # %% ../nbs/23_evidence.ipynb #380a7882
 SHARE = 0.10         # of a generation's time that the losing arm may take in excess, after the first period
 
-def excess(spec_s: float, spec_tokens: int, # time and tokens of the counted verify rounds
-           plain_s: float, plain_tokens: int, # the same of the counted plain steps
-          ) -> tuple[str, float]: # the better arm, the time the other one has taken more than it
+def excess(spec: float, plain: float, # seconds per token of the arms
+           spec_tokens: int, plain_tokens: int, # tokens that each has committed while both were measured
+          ) -> tuple[str, float]: # the better arm, the seconds the other one has taken more than it
     "What has the losing arm cost so far?"
-    if not (spec_tokens and plain_tokens): return 'spec', 0.0
-    spec, plain = spec_s / spec_tokens, plain_s / plain_tokens
-    return ('plain', spec_s - spec_tokens * plain) if spec > plain else ('spec', plain_s - plain_tokens * spec)
+    return ('plain', spec_tokens * (spec - plain)) if spec > plain else ('spec', plain_tokens * (plain - spec))
 
 # %% ../nbs/23_evidence.ipynb #8d74bd33
 _ARMS = tuple(scheduled(i) for i in range(PERIOD))
 
 class Tally:
     "Step times of one generation, by arm; also decides which arm runs next."
-    __slots__ = ('k', 'step', 'last', 'better', 'plain', 'spec', 'tokens', 'kept',
-                 'plain_s', 'spec_s', 'spec_tokens', 'total_s', 'verified', 'width')
+    __slots__ = ('k', 'step', 'last', 'better', 'plain', 'spec', 'rounds', 'tokens', 'kept', 'ran', 'total_s', 'verified', 'width')
     def __init__(self, k: int): # K, verify rows of the rounds to count
         self.k, self.step, self.last, self.better = k, 0, '', '' # better: the arm of a stretch between periods
-        self.plain, self.spec, self.tokens, self.kept = [], [], [], [] # counted: wall times; per round: tokens, drafts kept
-        self.plain_s, self.spec_s, self.spec_tokens, self.total_s = 0.0, 0.0, 0, 0.0 # running sums
+        self.plain, self.spec = [], []  # wall times that count
+        self.rounds, self.tokens, self.kept = 0, 0, [0] * (k - 1) # rounds of K rows, their tokens, how many kept draft 1, 2, ..
+        self.ran, self.total_s = {'spec': 0, 'plain': 0}, 0.0 # tokens of each arm in periods; time of all steps but first ones
         self.verified, self.width = 0, 1 # verify rounds of any kind; sequences in the widest step
 
     def arm(self) -> str: # 'spec' or 'plain'
@@ -78,30 +65,28 @@ class Tally:
         "Take the account of a step."
         ran = 'spec' if r.kind == 'verify' else 'plain'
         fresh, self.last = ran != self.last, ran
-        if ran == 'spec': self.verified += 1
         if r.width > self.width: self.width = r.width
+        if ran == 'spec': self._drafted(r)
         if not fresh: self.total_s += r.wall_s
         if not self.better:
-            if not fresh and ran == _ARMS[self.step % PERIOD]: self._count(ran, r)
+            self.ran[ran] += r.emitted
+            if not fresh and ran == _ARMS[self.step % PERIOD] and (ran == 'plain' or r.k == self.k):
+                (self.plain if ran == 'plain' else self.spec).append(r.wall_s)
             self.step += 1
         if self.step % PERIOD == 0: self._pause()
 
-    def _count(self, ran: str, r: StepResult) -> None:
-        if ran == 'plain':
-            self.plain.append(r.wall_s)
-            self.plain_s += r.wall_s
-        elif r.k == self.k:
-            self.spec.append(r.wall_s)
-            self.spec_s += r.wall_s
-            self.tokens.append(r.emitted)
-            self.spec_tokens += r.emitted
-            self.kept.append(r.accepted)
+    def _drafted(self, r: StepResult) -> None:
+        self.verified += 1
+        if r.k != self.k or r.width > 1: return
+        self.rounds += 1
+        self.tokens += r.emitted
+        for j in range(r.accepted): self.kept[j] += 1
 
     def _pause(self) -> None: # between periods: may the next one begin?
-        arm, lost = excess(self.spec_s, self.spec_tokens, self.plain_s, len(self.plain))
-        counted = len(self.plain if arm == 'spec' else self.spec)
-        # half of the steps were the loser's, counted or not; so will half of another period's be
-        self.better = arm if counted and lost * (self.step + PERIOD) / 2 / counted > SHARE * self.total_s else ''
+        if not (self.spec and self.plain and self.tokens): return
+        spec = sum(self.spec) / len(self.spec) * self.rounds / self.tokens
+        self.better, lost = excess(spec, sum(self.plain) / len(self.plain), self.ran['spec'], self.ran['plain'])
+        if lost * (self.step + PERIOD) / self.step <= SHARE * self.total_s: self.better = ''
 
 # %% ../nbs/23_evidence.ipynb #45d98099
 MIN_STEPS = 4        # counted steps of each arm
@@ -109,42 +94,42 @@ MIN_TOKENS = 6       # tokens that the counted steps of each arm committed
 
 class Sample(NamedTuple):
     "What one finished single-request generation says."
-    plain_s: float   # seconds per committed token, plain steps
-    spec_s: float    # seconds per committed token, verify rounds
-    var: float       # squared standard error of log(plain_s / spec_s)
-    rounds: int      # counted verify rounds
+    plain_s: float   # seconds of a plain step, which commits one token
+    round_s: float   # seconds of a verify round
+    rounds: int      # verify rounds
     tokens: int      # tokens they committed
     kept: tuple[int, ...] # rounds that kept draft 1, draft 2, ..; length K-1
 
     @property
-    def log_ratio(self) -> float: return math.log(self.plain_s / self.spec_s)
+    def spec_s(self) -> float: return self.round_s * self.rounds / self.tokens # seconds per token
+    @property
+    def log_ratio(self) -> float: return math.log(self.plain_s / self.spec_s) # log of the speedup
 
 def why_not(t: Tally, # of a finished generation
            ) -> str | None: # None: it qualifies
     "The reason why a generation is no sample."
     if t.width > 1: return 'batched'
     if not t.verified: return 'never_drafted'
-    if not t.spec and t.step >= PERIOD: return 'other_width'
-    enough = min(len(t.spec), len(t.plain)) >= MIN_STEPS and min(t.spec_tokens, len(t.plain)) >= MIN_TOKENS
-    return None if enough else 'too_short'
+    if not t.rounds: return 'other_width'
+    enough = min(len(t.spec), len(t.plain)) >= MIN_STEPS and min(t.tokens, len(t.plain)) >= MIN_TOKENS
+    return None if enough and middle(t.spec) > 0 and middle(t.plain) > 0 else 'too_short' # a stopped clock measures nothing
 
 def sample_of(t: Tally, # of a generation that qualifies
              ) -> Sample:
-    "The two costs per token. Their relative errors add up to that of the log ratio (delta method)."
-    (wp, vp), (ws, vs), (tokens, vt) = middle(t.plain), middle(t.spec), mean(t.tokens)
-    kept = tuple(sum(a >= j for a in t.kept) for j in range(1, t.k))
-    return Sample(wp, ws / tokens, vp + vs + vt, len(t.spec), sum(t.tokens), kept)
+    "The two costs and what the rounds brought."
+    return Sample(middle(t.plain), middle(t.spec), t.rounds, t.tokens, tuple(t.kept))
 
 # %% ../nbs/23_evidence.ipynb #5f3e7a1c
-TAU0 = 0.05          # least spread of the log ratio between prompts, assumed
-# 97.5 % points of Student's t with 1, 2, .. 15 degrees of freedom
-T975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+TAU0, D0 = 0.20, 3   # scatter of the log ratio that we expect, and the degrees of freedom it is worth
+# 97.5 % points of Student's t with D0, D0 + 1, .. degrees of freedom
+T975 = (3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093,
+        2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056)
 
 class Estimate(NamedTuple):
     "What all samples say together."
     speedup: float           # plain time per token / speculative time per token
-    low: float | None        # 95 % confidence interval; None with a single sample
-    high: float | None
+    low: float               # 95 % confidence interval
+    high: float
     plain_ms: float          # per token
     spec_ms: float           # per token
     tokens_per_round: float
@@ -152,50 +137,39 @@ class Estimate(NamedTuple):
     acceptance: float        # drafts kept / drafts made
 
 def pooled(samples: Sequence[Sample], # at least 1
-           tau: float = TAU0, # spread between prompts
-          ) -> tuple[float, float]: # weighted mean of the log ratios, sum of weights
-    "The mean log ratio, precise samples counting more."
-    w = [1 / (s.var + tau ** 2) for s in samples]
-    return sum(wi * s.log_ratio for wi, s in zip(w, samples, strict=True)) / sum(w), sum(w)
-
-def interval(samples: Sequence[Sample], # at least 2
-            ) -> tuple[float, float]: # on the log ratio
-    "95 % interval of Hartung & Knapp, never narrower than the errors allow."
-    (m, sw), n = pooled(samples), len(samples)
-    q = max(1, sum((s.log_ratio - m) ** 2 / (s.var + TAU0 ** 2) for s in samples) / (n - 1))
-    half = T975[min(n - 1, len(T975)) - 1] * math.sqrt(q / sw)
-    return m - half, m + half
+          ) -> tuple[float, float, float]: # log of the speedup, ends of its 95 % interval
+    "Mean of the log ratios, with a moderated t interval."
+    x, n = [s.log_ratio for s in samples], len(samples)
+    m = sum(x) / n
+    df = D0 + n - 1
+    s2 = (D0 * TAU0 ** 2 + sum((xi - m) ** 2 for xi in x)) / df
+    half = T975[min(n, len(T975)) - 1] * math.sqrt(s2 / n)
+    return m, m - half, m + half
 
 def estimate(samples: Sequence[Sample], # at least 1
             ) -> Estimate:
     "Everything that is published about the samples."
-    low, high = map(math.exp, interval(samples)) if len(samples) > 1 else (None, None)
     geo = lambda xs: 1000 * math.exp(sum(map(math.log, xs)) / len(samples))
     rounds = sum(s.rounds for s in samples)
     kept = tuple(sum(col) / rounds for col in zip(*(s.kept for s in samples), strict=True))
     made = rounds * len(kept)
-    return Estimate(math.exp(pooled(samples)[0]), low, high, geo([s.plain_s for s in samples]),
+    return Estimate(*map(math.exp, pooled(samples)), geo([s.plain_s for s in samples]),
                     geo([s.spec_s for s in samples]), sum(s.tokens for s in samples) / rounds, kept,
                     sum(sum(s.kept) for s in samples) / made)
 
-# %% ../nbs/23_evidence.ipynb #7a38d2b3
+# %% ../nbs/23_evidence.ipynb #2fc50791
 VERDICTS = ('enable', 'decline')
 WINDOW = 4           # qualifying samples of a window, and of each extension
-MAX_SAMPLES = 16     # after these the static default decides
+MAX_SAMPLES = 24     # after these the static default decides
 MARGIN = 0.03        # least gain worth an `enable`
-EARLY_MIN, EARLY_TAU, EARLY_Z = 2, 0.15, 3.0 # early decline: samples, assumed spread, standard errors
-
-def clearly_losing(samples: Sequence[Sample]) -> bool: # at least 1
-    "Is speculation slower beyond any doubt, before the window is complete?"
-    m, sw = pooled(samples, EARLY_TAU)
-    return len(samples) >= EARLY_MIN and m + EARLY_Z / math.sqrt(sw) < 0
+EARLY_MIN, EARLY_HIGH = 2, 0.8 # an incomplete window declines with so many samples and an upper bound below this
 
 def verdict(samples: Sequence[Sample], # at least 1
             required: int = WINDOW, # samples of the window as it is now
            ) -> str | None: # one of VERDICTS; None: go on measuring
     "What the samples allow to say."
-    if clearly_losing(samples): return 'decline'
-    if len(samples) < required: return None
-    low, high = interval(samples)
-    if low > math.log1p(MARGIN): return 'enable'
-    return 'decline' if high < 0 else None
+    _, low, high = pooled(samples)
+    full = len(samples) >= required
+    if full and low > math.log1p(MARGIN): return 'enable'
+    if high < (0 if full else math.log(EARLY_HIGH)) and len(samples) >= EARLY_MIN: return 'decline'
+    return None
