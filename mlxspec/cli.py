@@ -124,16 +124,16 @@ def prompt_text(given: str) -> str:
     if not text.strip(): raise ConfigError('The prompt is empty.')
     return text
 
-def response_body(engine: Any, result: Any) -> dict:
-    "What the server answers to a chat request with this result."
-    import time
+def response_body(engine: Any, text: str, seed: int | None = None) -> dict:
+    "What the server answers when it is asked this, by the server's own code."
+    import asyncio
 
-    from mlxspec.core import Chunk
-    from mlxspec.reply import Splitter
-    from mlxspec.wire import Answer, Head, chat_body
-    answer = Answer(Head('chatcmpl-cli', int(time.time()), engine.name, ''), Splitter(engine.chat.think))
-    answer.add(Chunk(result.text, tuple(result.tokens), finish_reason=result.finish_reason))
-    return chat_body(answer, result.stats)
+    from mlxspec.server import Host, fingerprint, whole
+    from mlxspec.wire import read_chat
+    s = engine.settings
+    host = Host(engine, s.served_model_name, s.params, fingerprint(engine, s.scheduler_mode))
+    asked = dict(messages=[dict(role='user', content=text)]) | ({} if seed is None else dict(seed=seed))
+    return asyncio.run(whole(host, read_chat(asked)))
 
 def print_stream(engine: Any, prompt: Any, **params) -> None:
     "Print an answer step by step."
@@ -155,9 +155,7 @@ def generate(args: argparse.Namespace, settings: Settings) -> int:
     text = prompt_text(args.prompt)
     with load(settings) as engine:
         prompt = as_chat(engine, text)
-        if args.json:
-            body = response_body(engine, engine.generate(prompt, seed=args.seed))
-            print(json.dumps(body, indent=2, allow_nan=False))
+        if args.json: print(json.dumps(response_body(engine, text, args.seed), indent=2, allow_nan=False))
         elif args.show:
             result, out = engine.generate(prompt, seed=args.seed), console()
             out.print(marked(result.pieces, out.color_system is not None))

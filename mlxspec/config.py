@@ -131,11 +131,8 @@ class Settings:
     top_k: int = option(0, 'most likely tokens kept; 0 keeps all', lo=0)
     min_p: float = option(0.0, 'least probability kept, relative to the most likely token', lo=0, hi=1)
     prefill_chunk_tokens: int = option(2048, 'prompt tokens read per forward', lo=1)
-    mtp_adaptive: bool = option(True, 'measure whether multi-token prediction pays on this machine', ('serve',))
-    enable_mtp_b1: bool | None = option(None, 'pin multi-token prediction on or off instead of measuring', ('serve',))
     compile: bool | None = option(None, 'compile the sampling law; without it, everywhere but on Linux CPUs')
     blas: str = option('auto', 'BLAS loaded before MLX on Linux CPUs: auto, off or the path of a library', ())
-    cache_dir: Path | None = option(None, 'where measurements are kept', ('serve',))
     log_level: str = option('warning', 'least severity that is logged', ('serve',),
                             choices=('debug', 'info', 'warning', 'error'))
     config: Path | None = option(None, 'config file to read instead of ./mlxspec.toml')
