@@ -133,7 +133,7 @@ def verify_step(target: Target, run: Running,
     drafts = list(proposal.tokens)
     block, position = mx.array([seq.pending, *embeddable(drafts, target.vocab_size)]), len(seq.tokens)
     with target.transaction(run.cache, len(block)) as txn:
-        rows = run.law.rows(target.forward(block[None], run.cache).logits[0], position, run.past, block[1:])
+        rows = run.law.rows(txn.forward(block[None]).logits[0], position, run.past, block[1:])
         detail = detail_of(rows, seq.params.logprobs)
         mx.eval(rows.choice, *detail.values())
         t1 = time.perf_counter()

@@ -8,6 +8,7 @@ Docs: https://mlxspec.github.io/mlxspec/target.html.md"""
 from __future__ import annotations
 
 import re
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,13 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_model, load_tokenizer
 
+from .cache import is_recurrent, leaves, take_back, takes_back, with_windows, written
 from .core import Forward, MlxspecError, ModelError
+from .recurrent import Tape, fits, listen, recording, replay
 
 # %% auto #0
-__all__ = ['model_path', 'load_files', 'takes_back', 'take_back', 'Transaction', 'first_of', 'Target']
+__all__ = ['model_path', 'load_files', 'Tap', 'body_of', 'entries_of', 'remember', 'put_back', 'Transaction', 'close_enough',
+           'forgets', 'choose_rollback', 'first_of', 'Target']
 
 # %% ../nbs/07_target.ipynb #4169082d
 def model_path(model: str | Path, # directory, or `owner/name`
@@ -57,51 +61,118 @@ def _first_line(e: BaseException) -> str:
     text = str(e).strip().split('\n')[0]
     return f'{text[:200]}{"" if text.endswith(".") else "."}' if text else f'{type(e).__name__}.'
 
-# %% ../nbs/07_target.ipynb #10053cbb
-def takes_back(entry: Any, # one layer's cache
-               rows: int, # rows about to be written
-              ) -> bool: # whether any number of them can be removed afterwards
-    "Whether a block of `rows` can be rolled back from this cache exactly."
-    if hasattr(entry, 'caches'): return all(takes_back(c, rows) for c in entry.caches)
-    if not hasattr(entry, 'is_trimmable') or not entry.is_trimmable(): return False
-    if hasattr(entry, 'max_size'): return entry.offset + rows < entry.max_size # a ring that has not come round
-    return type(entry).__name__ in ('KVCache', 'QuantizedKVCache')
+# %% ../nbs/07_target.ipynb #8d4ff1b3
+class Tap:
+    "A place to read a model's hidden state, or to put one in."
+    def __init__(self, body: nn.Module): # the part of the model before the head
+        self.last: mx.array | None = None
+        self.given: mx.array | None = None
+        base, tap = type(body), self
+        def call(self, *args, **kwargs):
+            if tap.given is not None: return tap.given
+            tap.last = base.__call__(self, *args, **kwargs)
+            return tap.last
+        body.__class__ = type(base.__name__, (base,), {'__call__': call, '__module__': base.__module__})
 
-def take_back(entry: Any, # one layer's cache
-              rows: int) -> None:
-    "Remove the last `rows` rows; RuntimeError rather than a silent no-op."
-    if hasattr(entry, 'caches'):
-        for c in entry.caches: take_back(c, rows)
-        return
-    before = entry.offset
-    entry.trim(rows)
-    if before - entry.offset != rows: raise RuntimeError(f'{type(entry).__name__} kept {rows - (before - entry.offset)} of {rows} rejected rows')
+def body_of(model: nn.Module) -> nn.Module:
+    "The part of an mlx-lm model before its head; ModelError when it is not where we know to look."
+    for owner in (model, getattr(model, 'language_model', None)):
+        body = getattr(owner, 'model', None)
+        if isinstance(body, nn.Module) and hasattr(body, 'embed_tokens'): return body
+    raise ModelError(f'{type(model).__module__} has no body that drafters could read hidden states from.')
 
-# %% ../nbs/07_target.ipynb #4faee417
+# %% ../nbs/07_target.ipynb #976560b2
+def entries_of(cache: list) -> list[Any]:
+    "All entries, those inside a CacheList one by one."
+    return [e for c in cache for e in (entries_of(c.caches) if hasattr(c, 'caches') else [c])]
+
+def remember(entry: Any) -> Any:
+    "What is needed to put an entry back: the arrays of a state, or a number of rows."
+    return list(entry.cache) if is_recurrent(entry) else written(entry)
+
+def put_back(entry: Any, memory: Any) -> None:
+    "Undo everything since `remember`."
+    if is_recurrent(entry): entry.cache = list(memory)
+    else: take_back(entry, written(entry) - memory)
+
+# %% ../nbs/07_target.ipynb #58630b2e
 class Transaction:
     "One forward's rows in a cache: commit some of them, or none. Leaving it without a commit takes all rows back."
-    def __init__(self, cache: list, # of one sequence
+    def __init__(self, target: Target, cache: list, # of one sequence
                  rows: int): # rows the forward writes
-        self.cache, self.rows, self._open = cache, rows, True
+        self.target, self.cache, self.rows = target, cache, rows
+        self.entries = entries_of(cache)
+        self.memory = [remember(e) for e in self.entries]
+        self._ids: mx.array | None = None
+        self._tape: Tape | None = None
+        self._open, self._stack = True, ExitStack()
+
+    def __enter__(self) -> Transaction:
+        if self.target.rollback == 'replay': self._tape = self._stack.enter_context(recording(self.target.homes))
+        return self
+
+    def forward(self, ids: mx.array, # [1, rows]
+                hidden: bool = False) -> Forward:
+        "Run the target over the block."
+        self._ids = ids
+        return self.target.forward(ids, self.cache, hidden)
 
     def commit(self, keep: int) -> None:
         "Keep the first `keep` of the rows, 0..rows."
         if not 0 <= keep <= self.rows: raise ValueError(f'keep must be between 0 and {self.rows}, not {keep}')
         self._open = False
-        if drop := self.rows - keep:
-            for c in self.cache: take_back(c, drop)
+        self._stack.close()
+        if keep == self.rows: return
+        if keep == 0 or self.target.rollback == 'reread': self._undo()
+        if keep and self.target.rollback == 'reread': self.target.forward(self._ids[:, :keep], self.cache)
+        elif keep: self._trim(keep)
 
-    def __enter__(self) -> Transaction:
-        self._before = [_offset(c) for c in self.cache]
-        return self
+    def _trim(self, keep: int) -> None:
+        recurrent = [e for e in self.entries if is_recurrent(e)]
+        if recurrent and not (self._tape and fits(self._tape, recurrent, self.rows)):
+            self._undo()
+            raise RuntimeError(f'{self.target.name}: the recording of a forward does not fit its cache')
+        for e in self.entries:
+            if not is_recurrent(e): take_back(e, self.rows - keep)
+        for e, r in zip(recurrent, self._tape.records if self._tape else (), strict=True): e.cache = replay(r, keep)
 
-    def __exit__(self, kind, *_) -> None:
-        if not self._open: return
-        for c, before in zip(self.cache, self._before, strict=True):
-            if written := _offset(c) - before: take_back(c, written) # a forward that failed half-way wrote some layers only
+    def _undo(self) -> None:
+        for e, m in zip(self.entries, self.memory, strict=True): put_back(e, m)
 
-def _offset(entry) -> int:
-    return entry.caches[0].offset if hasattr(entry, 'caches') else entry.offset
+    def __exit__(self, *_) -> None:
+        self._stack.close()
+        if self._open: self._undo() # also after a forward that failed half-way and wrote some layers only
+
+# %% ../nbs/07_target.ipynb #67a93068
+def close_enough(a: mx.array, b: mx.array) -> bool:
+    "Equal up to the rounding by which kernels for different widths may differ."
+    tol = 1e-3 if a.dtype == mx.float32 else 3e-2
+    return a.shape == b.shape and bool((mx.abs(a - b).max() <= tol * (1 + mx.abs(b).max())).item())
+
+def forgets(target: Target, # with `rollback` set to the way to try
+            keep: int) -> bool:
+    "Whether a cache after a rollback to `keep` of 4 rows is that of a run which never saw the others."
+    ids = mx.array([[(i * 7919 + 13) % target.vocab_size for i in range(9)]])
+    dirty, clean = target.make_cache(), target.make_cache()
+    for c in (dirty, clean): target.prefill(ids[:, :5], c)
+    with target.transaction(dirty, 4) as txn:
+        txn.forward(ids[:, 5:9])
+        txn.commit(keep)
+    if keep: target.prefill(ids[:, 5:5 + keep], clean)
+    pairs = zip([a for c in dirty for a in leaves(c)], [a for c in clean for a in leaves(c)], strict=True)
+    return [written(c) for c in dirty] == [written(c) for c in clean] and all(close_enough(a, b) for a, b in pairs)
+
+def choose_rollback(target: Target) -> str | None: # 'trim', 'replay', 'reread'; None: no way back
+    "The cheapest way back that leaves nothing behind."
+    entries = entries_of(target.make_cache())
+    if not all(is_recurrent(e) or takes_back(e, 1) for e in entries): return None
+    for way in ('replay', 'reread') if any(map(is_recurrent, entries)) else ('trim',):
+        if way == 'replay' and not target.homes: continue
+        target.rollback = way
+        try:
+            if forgets(target, 2) and forgets(target, 0): return way
+        except (RuntimeError, ValueError, TypeError, AttributeError, IndexError): continue # this way does not fit this model
+    return None
 
 # %% ../nbs/07_target.ipynb #7fe3c61e
 def first_of(config: dict, # config.json
@@ -121,7 +192,10 @@ class Target:
         self.model, self.config, self.name = model, config, name
         self.tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
         self.context_length: int | None = first_of(config, 'max_position_embeddings', 'max_seq_len', 'n_ctx')
+        self._tap: Tap | None = None
+        self.homes = listen(model)
         self.vocab_size: int = self._probe()
+        self.rollback: str | None = choose_rollback(self)
 
     @classmethod
     def load(cls, model: str | Path) -> Target:
@@ -139,24 +213,47 @@ class Target:
 
     def make_cache(self) -> list:
         "An empty cache for one sequence."
-        return make_prompt_cache(self.model)
+        return with_windows(make_prompt_cache(self.model))
+
+    def tap(self) -> Tap:
+        "From now on hidden states can be read; ModelError when the architecture hides them."
+        if self._tap is None: self._tap = Tap(body_of(self.model))
+        return self._tap
 
     def forward(self, ids: mx.array, # [B, L] token ids, may be lazy
-                cache: list) -> Forward: # logits [B, L, V]
+                cache: list,
+                hidden: bool = False, # also return the hidden states after the final norm; needs `tap()`
+               ) -> Forward: # logits [B, L, V], hidden [B, L, H]
         "Run the model over a block; its rows are in the cache afterwards."
-        return Forward(self.model(ids, cache=cache))
+        logits = self.model(ids, cache=cache)
+        if self._tap is None: return Forward(logits)
+        out, self._tap.last = self._tap.last, None
+        return Forward(logits, out if hidden else None)
+
+    def head(self, hidden: mx.array, # [B, L, H] after a final norm
+            ) -> mx.array: # [B, L, V]
+        "The target's head over somebody's hidden states."
+        tap = self.tap()
+        tap.given = hidden
+        try: return self.model(mx.zeros(hidden.shape[:2], dtype=mx.int32))
+        finally: tap.given = None
+
+    def embed(self, ids: mx.array) -> mx.array: # [B, L] -> [B, L, H]
+        "The target's token embedding, without any scaling that its body applies."
+        return body_of(self.model).embed_tokens(ids)
 
     def prefill(self, ids: mx.array, # [1, L]
-                cache: list) -> None:
+                cache: list, hidden: bool = False) -> mx.array | None: # hidden states [1, L, H] when asked for
         "Read a chunk of the prompt into the cache; no logits are computed."
-        self.forward(ids, cache)
-        mx.eval([c.state for c in cache])
+        out = self.forward(ids, cache, hidden).hidden
+        mx.eval([c.state for c in cache], *([] if out is None else [out]))
+        return out
 
     def can_verify(self, cache: list, rows: int) -> bool:
         "Whether a block of `rows` can be rolled back exactly, in this cache, now."
-        return all(takes_back(c, rows) for c in cache)
+        return self.rollback is not None and all(is_recurrent(e) or takes_back(e, rows) for e in entries_of(cache))
 
     def transaction(self, cache: list, rows: int) -> Transaction:
         "Open a transaction for a forward of `rows` rows; MlxspecError when it could not be rolled back."
         if not self.can_verify(cache, rows): raise MlxspecError(f'{self.name}: this cache cannot take {rows} rows back.')
-        return Transaction(cache, rows)
+        return Transaction(self, cache, rows)

@@ -29,6 +29,11 @@ KINDS: dict[str, dict[str, Any]] = {
     'gemma2': dict(model_type='gemma2', attn_logit_softcapping=50.0, final_logit_softcapping=30.0, query_pre_attn_scalar=8),
     'gemma3': dict(model_type='gemma3_text', sliding_window=16, sliding_window_pattern=2, query_pre_attn_scalar=8,
                    rope_local_base_freq=10000.0, num_hidden_layers=4),
+    'qwen3_5': dict(model_type='qwen3_5', num_hidden_layers=4, full_attention_interval=4, linear_num_value_heads=4,
+                    linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8, linear_conv_kernel_dim=4,
+                    rope_parameters=dict(type='default', rope_theta=10000.0, partial_rotary_factor=0.5)),
+    'lfm2': dict(model_type='lfm2', num_hidden_layers=3, norm_eps=1e-5, conv_bias=False, conv_L_cache=3, block_dim=32, block_ff_dim=64,
+                 block_multiple_of=8, block_ffn_dim_multiplier=1.0, block_auto_adjust_ff_dim=False, full_attn_idxs=[1]),
 }
 
 def tiny_config(kind: str, # a key of KINDS
