@@ -335,7 +335,8 @@ class Answer:
     head: Head
     splitter: Splitter
     text_of: Callable[[int], str] | None = None # token id -> text; None: no log-probabilities
-    pieces: list[Piece] = field(default_factory=list)
+    texts: dict[str, list[str]] = field(default_factory=lambda: {'reasoning': [], 'content': []})
+    calls: list[Piece] = field(default_factory=list)
     logprobs: list[dict] = field(default_factory=list)
     finish_reason: str | None = None
 
@@ -346,15 +347,13 @@ class Answer:
         self.finish_reason = chunk.finish_reason or self.finish_reason
         new = self.splitter.feed(chunk.text) + (self.splitter.end() if chunk.finish_reason else [])
         delta = delta_of(new, len(self.calls), self.head.id)
-        self.pieces += new
+        for p in new: self.calls.append(p) if p.kind == 'call' else self.texts[p.kind].append(p.text)
         return delta, {'content': entries, 'refusal': None} if entries else None
 
     @property
-    def calls(self) -> list[Piece]: return [p for p in self.pieces if p.kind == 'call']
-    @property
     def reason(self) -> str | None:
         return 'tool_calls' if self.calls and self.finish_reason == 'stop' else self.finish_reason
-    def text(self, kind: str) -> str: return ''.join(p.text for p in self.pieces if p.kind == kind)
+    def text(self, kind: str) -> str: return ''.join(self.texts[kind])
 
 # %% ../nbs/40_wire.ipynb #2300c9ab
 def chat_body(a: Answer, stats: RequestStats, reasoning_tokens: int = 0) -> dict:
