@@ -1,11 +1,17 @@
-"The published body: example bodies of the contract, nulls per state, label sets, the two version numbers."
+"The published body and the state machine behind it: examples of the contract, nulls, precedence, persistence."
 import dataclasses
+import itertools
 import json
+import subprocess
+import sys
 
 import pytest
 
 from mlxspec import policy
-from mlxspec.policy import REASONS, SCHEMA_VERSION, SET_IN, STATES, VERDICTS, Gpu, MtpPolicySnapshot, Pairing
+from mlxspec.core import StepResult
+from mlxspec.evidence import MAX_SAMPLES, VERDICTS, Sample
+from mlxspec.hints import HintFile, HintKey
+from mlxspec.policy import REASONS, SCHEMA_VERSION, SET_IN, STATES, Gpu, MtpPolicy, MtpPolicySnapshot, Pairing, say
 
 CONTRACT = ('schema_version state reason decline_detail verdict mtp_enabled target drafter hardware block_size acceptance_rate '
             'samples samples_required samples_remaining').split()
@@ -91,3 +97,181 @@ def test_schema_version_is_in_the_body(monkeypatch):
     assert SCHEMA_VERSION == 1
     monkeypatch.setattr(policy, 'SCHEMA_VERSION', 2)
     assert MtpPolicySnapshot.unavailable('worker_not_ready', None).wire()['schema_version'] == 2
+
+# The state machine
+
+def sample(speedup, kept=(6, 4, 2), rounds=8): # a generation of known speedup
+    tokens = rounds + sum(kept)
+    return Sample(.010, .010 * tokens / rounds / speedup, rounds, tokens, kept)
+
+def key(**change): return HintKey(**dict(target='t', drafter='d', hardware='M5-16c', block_size=4, mlx='0.32.4', mlx_lm='0.32.2') | change)
+
+class Memory:
+    "Hints without a disk; counts."
+    def __init__(self, hint=None): self.hint, self.loads, self.saves = hint, 0, 0
+    def load(self): self.loads += 1; return self.hint
+    def save(self, hint): self.hint, self.saves = hint, self.saves + 1
+
+def settled_hint():
+    m = Memory()
+    p = MtpPolicy(PAIR, hints=m, now=lambda: 1e9)
+    for _ in range(4): p.record(sample(1.5))
+    return m.hint
+
+CONDITIONS = [ # in order of precedence: what is set, the state it leads to
+    ('no drafter', dict(pair=None), 'no_mtp_dispatch'),
+    ('not exact', dict(declined=WHY), 'exactness_declined'),
+    ('adaptive off', dict(adaptive=False), 'adaptive_disabled'),
+    ('pin', dict(pin=True), 'forced'),
+    ('hint', dict(hints=None), 'settled')]
+
+def label(p): return p.snapshot.reason or p.snapshot.state
+
+@pytest.mark.parametrize('which', list(itertools.chain.from_iterable(itertools.combinations(range(5), n) for n in range(6))))
+def test_precedence(which):
+    kw = dict(pair=PAIR)
+    for i in which: kw |= CONDITIONS[i][1]
+    if 4 in which: kw['hints'] = Memory(settled_hint())
+    p = MtpPolicy(kw.pop('pair'), now=lambda: 1e9, **kw)
+    assert label(p) == (CONDITIONS[which[0]][2] if which else 'profiling')
+
+@pytest.mark.parametrize('options, enabled', [(dict(), False), (dict(static=True), True), (dict(static=True, pin=False), False), (dict(pin=True), True)])
+def test_adaptive_off_is_the_pin_or_the_default(options, enabled):
+    p = MtpPolicy(PAIR, adaptive=False, **options)
+    assert (p.snapshot.mtp_enabled, p.arm(p.open())) == (enabled, 'spec' if enabled else 'plain')
+
+@pytest.mark.parametrize('rest, state', [(dict(), 'profiling'), (dict(pin=False), 'forced'), (dict(adaptive=False), 'adaptive_disabled')])
+def test_allow_inexact_lifts_the_veto_only(rest, state, caplog):
+    assert label(MtpPolicy(PAIR, declined=WHY, allow_inexact=True, **rest)) == state
+    assert not caplog.records
+
+def test_the_veto_warns_once_with_its_sentence(caplog):
+    p = MtpPolicy(PAIR, declined=WHY, pin=True)
+    for _ in range(3): p.close(p.open())
+    assert [(r.levelname, r.getMessage()) for r in caplog.records] == [('WARNING', WHY)]
+    assert p.snapshot.decline_detail == WHY
+
+@pytest.mark.parametrize('kw', [dict(pin=True), dict(pin=False), dict(adaptive=False), dict(declined=WHY)])
+def test_without_measuring_no_hint_is_touched(kw):
+    m = Memory(settled_hint())
+    p = MtpPolicy(PAIR, hints=m, now=lambda: 1e9, **kw)
+    for _ in range(9): p.record(sample(.5))
+    assert (m.loads, m.saves, p.snapshot.samples) == (0, 0, 0)
+
+def test_rate_is_rounded_on_settling_only():
+    m = Memory()
+    p = MtpPolicy(PAIR._replace(block_size=2), hints=m)
+    for _ in range(3):
+        p.record(sample(1.5, kept=(1,)))
+        assert p.snapshot.acceptance_rate == .125       # the raw quotient
+    p.record(sample(1.5, kept=(1,)))
+    assert p.snapshot.acceptance_rate == m.hint.acceptance_rate == .13
+
+def test_snapshots_are_published_on_change_only():
+    seen = []
+    p = MtpPolicy(PAIR, publish=seen.append)
+    for _ in range(5): p.close(p.open())                # misses that change nothing yet
+    assert [s.state for s in seen] == ['profiling']
+    for _ in range(5): p.close(p.open())
+    assert [s.starved_by for s in seen] == [None, 'never_drafted']
+    for _ in range(6): p.record(sample(1.5))
+    assert [s.samples for s in seen] == [0, 0, 1, 2, 3, 4]
+    assert [s.samples_remaining for s in seen] == [4, 4, 3, 2, 1, None]
+    assert seen[2].starved_by is None and seen[-1] is p.snapshot
+
+def test_remaining_is_never_zero_while_profiling():
+    p, required = MtpPolicy(PAIR), []
+    while p.profiling:
+        required.append((p.snapshot.samples, p.snapshot.samples_required))
+        assert p.snapshot.samples_remaining == required[-1][1] - required[-1][0] >= 1
+        p.record(sample(1.02))
+    assert p.snapshot.samples == p.snapshot.samples_required == MAX_SAMPLES
+    assert required[::4] == [(n, n + 4) for n in range(0, MAX_SAMPLES, 4)]
+
+@pytest.mark.parametrize('static', [True, False])
+def test_ambiguous_is_left_to_the_default_and_says_so(static):
+    p = MtpPolicy(PAIR, static=static)
+    while p.profiling: p.record(sample(1.02))
+    assert (p.snapshot.settled_by, p.snapshot.mtp_enabled) == ('static_default', static)
+    assert say(p.snapshot.wire()).startswith('not measured: hardware default')
+
+def test_early_decline_takes_two_samples():
+    p = MtpPolicy(PAIR)
+    p.record(sample(.1))
+    assert p.profiling
+    p.record(sample(.1))
+    assert (p.snapshot.verdict, p.snapshot.samples, p.snapshot.samples_required) == ('decline', 2, 4)
+
+@pytest.mark.parametrize('speedups', [[1.5] * 4, [.5] * 2, [.97, 1.08, 1.1, 1.3] * 6, [1.02] * 24], ids=str)
+def test_a_restart_changes_no_contract_field(tmp_path, speedups):
+    begin = lambda **kw: MtpPolicy(PAIR, hints=HintFile(tmp_path, key(**kw)), gpu=M5, now=lambda: 1e9)
+    old = begin()
+    for x in speedups: old.record(sample(x))
+    new = begin()
+    a, b = old.snapshot.wire(), new.snapshot.wire()
+    assert a['state'] == 'settled' and {k for k in a if a[k] != b[k]} == {'restored'}
+    for field, other in dict(drafter='e', mlx='0.33', blas='x', block_size=8).items():
+        assert begin(**{field: other}).snapshot.state == 'profiling'
+
+@pytest.mark.parametrize('speedup, again', [(.5, 'profiling'), (1.5, 'settled')])
+def test_a_decline_expires_and_an_enable_does_not(tmp_path, speedup, again):
+    clock = [1e9]
+    begin = lambda: MtpPolicy(PAIR, hints=HintFile(tmp_path, key()), now=lambda: clock[0])
+    p = begin()
+    while p.profiling: p.record(sample(speedup))
+    clock[0] += 29 * 86400
+    assert p.open() and p.snapshot.state == begin().snapshot.state == 'settled'
+    clock[0] += 2 * 86400
+    assert begin().snapshot.state == again
+    p.open()
+    assert p.snapshot.state == again
+    while p.profiling: p.record(sample(speedup))
+    assert begin().snapshot.state == 'settled'          # the new verdict replaced the old one
+
+def drive(p, steps, verify_s=.012):
+    t = p.open()
+    for _ in range(steps):
+        p.step(t, StepResult('verify', verify_s, 3, 4, 3, 2, 'qwen3_5_mtp') if p.arm(t) == 'spec' else StepResult('plain', .010, 1))
+    return t
+
+def test_a_verdict_reaches_requests_that_are_under_way():
+    p = MtpPolicy(PAIR)
+    t = drive(p, 3, .1)
+    assert p.arm(t) == 'spec'
+    for _ in range(3): p.close(drive(p, 40, .1))
+    assert p.snapshot.verdict == 'decline' and p.arm(t) == 'plain'
+    p.close(t)
+    assert p.snapshot.samples == 2
+
+def test_a_cancelled_generation_says_nothing():
+    p = MtpPolicy(PAIR)
+    before = p.snapshot
+    for _ in range(20): drive(p, 100)
+    assert p.snapshot is before
+
+def test_starvation_names_the_gate():
+    p = MtpPolicy(PAIR, gate='gate_off')
+    assert (p.snapshot.starved_by, p.snapshot.state) == ('gate_off', 'profiling')
+    p = MtpPolicy(PAIR)
+    for i in range(8):
+        assert p.snapshot.starved_by is None
+        p.close(p.open(), refused='exactness_context' if i % 2 else 'grammar' if i == 2 else 'exactness_context')
+    assert p.snapshot.starved_by == 'exactness_context'
+    assert 'held back by exactness_context' in say(p.snapshot.wire())
+    p.close(drive(p, 60))
+    assert p.snapshot.starved_by is None and p.snapshot.samples == 1
+
+def test_every_state_of_the_machine_fits_the_table():
+    for snap in [MtpPolicy(None).snapshot, MtpPolicy(PAIR, declined=WHY).snapshot, MtpPolicy(PAIR, pin=False).snapshot,
+                 MtpPolicy(PAIR, adaptive=False).snapshot, MtpPolicy(PAIR).snapshot]: test_null_table(snap)
+    p = MtpPolicy(PAIR, exactness=dict(strategy='block', level='identical', max_width={'short': 8}))
+    p.record(sample(1.5))
+    assert p.snapshot.wire()['acceptance_by_position'] == [.75, .5, .25]
+    p.snapshot.wire()['exactness']['max_width']['short'] = 0
+    assert p.snapshot.exactness['max_width'] == {'short': 8}    # a body is the caller's own
+    json.dumps(p.snapshot.wire(), allow_nan=False)
+
+def test_rooms_of_the_policy_stay_light():
+    code = ("import sys, mlxspec.policy, mlxspec.policy_sim; "
+            "print([m for m in ('mlx', 'mlx.core', 'mlx_lm', 'transformers', 'numpy', 'fastapi') if m in sys.modules])")
+    assert subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True).stdout == '[]\n'
