@@ -7,6 +7,8 @@ Docs: https://mlxspec.github.io/mlxspec/accept.html.md"""
 # %% ../nbs/05_accept.ipynb #60a980c2
 from __future__ import annotations
 
+import mlx.core as mx
+
 from .core import Accepted
 
 # %% auto #0
@@ -21,8 +23,8 @@ def accept(choices: list[int], # the target's token per input row, length = numb
     return Accepted(n, choices[n])
 
 # %% ../nbs/05_accept.ipynb #c72fd032
-def embeddable(drafts: list[int], # as proposed
+def embeddable(drafts: mx.array, # [n] ids as proposed, maybe not computed yet
                vocab: int, # size of the target's vocabulary
-              ) -> list[int]: # the same, ids outside the vocabulary replaced by 0
+              ) -> mx.array: # [n] ids within the vocabulary
     "Ids that can be fed to the target in place of the drafts."
-    return [d if 0 <= d < vocab else 0 for d in drafts]
+    return mx.clip(drafts, 0, vocab - 1)

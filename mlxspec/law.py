@@ -10,13 +10,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import reduce
+from typing import Any
 
 import mlx.core as mx
 
 from .core import Params, Rows
 
 # %% auto #0
-__all__ = ['NO_DRAFTS', 'normalise', 'top_p', 'min_p', 'top_k', 'Past', 'penalise', 'pasts_of', 'noise_key', 'gumbel', 'Law']
+__all__ = ['NO_DRAFTS', 'normalise', 'top_p', 'min_p', 'top_k', 'Past', 'penalise', 'pasts_of', 'noise_key', 'gumbel', 'Law',
+           'DraftLaw']
 
 # %% ../nbs/04_law.ipynb #e83c850a
 def normalise(logits: mx.array, # [L, V]
@@ -160,3 +162,18 @@ class Law:
         keys = [noise_key(p.seed or 0, position + i, self.index) for i in range(n)]
         scores = self.filtered(logprobs).astype(mx.float32) / p.temperature + gumbel(keys, self.vocab)
         return Rows(mx.argmax(scores, axis=-1), logprobs)
+
+# %% ../nbs/04_law.ipynb #83184070
+class DraftLaw:
+    "The law as a drafter sees it: it draws the drafts of one round, in order."
+    def __init__(self, law: Law, position: int, # of the first draft
+                 past: Any = None): # tokens before it, when penalised
+        self._law, self._position, self._past = law, position, past
+
+    def draw(self, logits: mx.array, # [1, V] of the drafter, over the target's vocabulary
+            ) -> mx.array: # [1] lazy token id
+        "The next draft."
+        choice = self._law.rows(logits, self._position, self._past).choice
+        self._position += 1
+        if self._past is not None: self._past = self._past.push(choice)
+        return choice

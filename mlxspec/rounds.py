@@ -17,13 +17,13 @@ import mlx.core as mx
 from .accept import accept, embeddable
 from .core import Chunk, Emitted, Proposal, Rows, StepResult
 from .drafters.base import Guest
-from .law import Law, Past
+from .law import DraftLaw, Law, Past
 from .sequence import Delta, Sequence
 from .target import Target
 
 # %% auto #0
-__all__ = ['CLEAR_EVERY', 'Flight', 'Running', 'open_running', 'prefill_step', 'detail_of', 'emitted', 'to_host', 'launch',
-           'plain_step', 'chunk_of', 'verify_step', 'settle', 'step']
+__all__ = ['CLEAR_EVERY', 'Flight', 'Running', 'open_running', 'observe', 'prefill_step', 'detail_of', 'emitted', 'to_host',
+           'launch', 'plain_step', 'chunk_of', 'verify_step', 'settle', 'step']
 
 # %% ../nbs/22_rounds.ipynb #ba134ebf
 @dataclass
@@ -31,6 +31,7 @@ class Flight:
     "A plain step that has been queued and not read: the target's next token and what is known of it."
     rows: Rows                        # one row: the choice, not read yet
     detail: dict[str, mx.array]       # log-probabilities when asked for
+    hidden: mx.array | None = None    # [1, H] of its input row, when a drafter wants it
 
 @dataclass
 class Running:
@@ -46,6 +47,11 @@ class Running:
     settled: bool = False             # the text has ended and the pending token was fed
 
     @property
+    def hidden(self) -> bool:
+        "Whether a drafter wants the target's hidden states."
+        return any(g.drafter.hidden for g in self.guests)
+
+    @property
     def cached(self) -> int:
         "Tokens in the cache."
         return self.read if self.read < self.seq.prompt_len - 1 else len(self.seq.tokens) - (self.flight is None and not self.settled)
@@ -58,7 +64,14 @@ def open_running(target: Target, seq: Sequence, drafters: Seq = (),
     law = law or Law(seq.params, target.vocab_size)
     run = Running(seq, law, target.make_cache(), past=law.past(seq.tokens[:seq.prompt_len], seq.output))
     run.guests = [Guest(d, seq) for d in drafters]
+    if run.hidden: target.tap()
     return run
+
+def observe(run: Running, tokens: list[int], # each the one after an input row that stayed
+            hidden: mx.array | None, # [n, H] of those rows
+            accepted: int = 0) -> None:
+    "Tell the drafters what came."
+    for g in run.guests: g.observe(tokens, hidden, accepted)
 
 # %% ../nbs/22_rounds.ipynb #b5df2a90
 def prefill_step(target: Target, run: Running,
@@ -67,8 +80,9 @@ def prefill_step(target: Target, run: Running,
     "Read the next chunk of the prompt."
     t0, left = time.perf_counter(), run.seq.prompt_len - 1 - run.read
     if left > 0:
-        n = min(chunk, left)
-        target.prefill(mx.array([run.seq.tokens[run.read:run.read + n]]), run.cache)
+        n, tokens = min(chunk, left), run.seq.tokens
+        hidden = target.prefill(mx.array([tokens[run.read:run.read + n]]), run.cache, run.hidden)
+        observe(run, tokens[run.read + 1:run.read + n + 1], None if hidden is None else hidden[0])
         run.read += n
         mx.clear_cache()
     run.seq.stats.prefill_s += time.perf_counter() - t0
@@ -98,10 +112,11 @@ def to_host(detail: dict[str, mx.array]) -> dict[str, Any]: # nested lists
 def launch(target: Target, run: Running, token: mx.array) -> Flight: # token: [1], may be lazy
     "Queue a plain step on `token`; its own choice is the flight's."
     position = run.cached + 1 # the row goes to index `cached`, its choice to the one after it
-    rows = run.law.rows(target.forward(token[None], run.cache).logits[0], position, run.past)
+    f = target.forward(token[None], run.cache, run.hidden)
+    rows = run.law.rows(f.logits[0], position, run.past)
     detail = detail_of(rows, run.seq.params.logprobs)
     mx.async_eval(rows.choice, *detail.values())
-    return Flight(rows, detail)
+    return Flight(rows, detail, None if f.hidden is None else f.hidden[0])
 
 def plain_step(target: Target, run: Running,
                ahead: bool = True, # queue the next step before this one is read
@@ -115,7 +130,7 @@ def plain_step(target: Target, run: Running,
     token, detail = choice.item(), to_host(now.detail)
     run.flight, run.rows = following, now.rows
     delta = seq.commit(emitted(token, 'target', detail, 0))
-    for g in run.guests: g.observe([token], None, 0)
+    observe(run, [token], now.hidden)
     return StepResult('plain', time.perf_counter() - t0, emitted=1), chunk_of(seq, [delta])
 
 def chunk_of(seq: Sequence, deltas: list[Delta]) -> Chunk:
@@ -130,25 +145,26 @@ def verify_step(target: Target, run: Running,
                ) -> tuple[StepResult, Chunk]:
     "Verify a proposal: commit the drafts that the target agrees with, and its own next token."
     t0, seq = time.perf_counter(), run.seq
-    drafts = list(proposal.tokens)
-    block, position = mx.array([seq.pending, *embeddable(drafts, target.vocab_size)]), len(seq.tokens)
+    drafts, position = mx.array(proposal.tokens, dtype=mx.int32), len(seq.tokens)
+    block = mx.concatenate([mx.array([seq.pending]), embeddable(drafts, target.vocab_size)])
     with target.transaction(run.cache, len(block)) as txn:
-        rows = run.law.rows(txn.forward(block[None]).logits[0], position, run.past, block[1:])
+        f = txn.forward(block[None], run.hidden)
+        rows = run.law.rows(f.logits[0], position, run.past, block[1:])
         detail = detail_of(rows, seq.params.logprobs)
-        mx.eval(rows.choice, *detail.values())
-        t1 = time.perf_counter()
-        kept = accept(rows.choice.tolist(), drafts)
-        deltas = _commit_all(seq, drafts[:kept.n], proposal.sources, kept.next_token, to_host(detail))
+        mx.eval(rows.choice, drafts, *detail.values())
+        t1, guesses = time.perf_counter(), drafts.tolist()
+        kept = accept(rows.choice.tolist(), guesses)
+        deltas = _commit_all(seq, guesses[:kept.n], proposal.sources, kept.next_token, to_host(detail))
         t2 = time.perf_counter()
         txn.commit(keep=len(deltas))
     run.rows, tokens = rows, seq.tokens[-len(deltas):]
     _advance(run, tokens)
     n = min(kept.n, len(deltas))
     seq.stats.add_sources(proposal.sources, n)
-    for g in run.guests: g.observe(tokens, None, n)
+    observe(run, tokens, None if f.hidden is None else f.hidden[0, :len(deltas)], n)
     wall = time.perf_counter() - t0
     phases = dict(verify=t1 - t0, commit=t2 - t1, rollback=wall - (t2 - t0))
-    return StepResult('verify', wall, len(deltas), len(block), len(drafts), n, proposal.sources[0], phases=phases), chunk_of(seq, deltas)
+    return StepResult('verify', wall, len(deltas), len(block), len(guesses), n, proposal.sources[0], phases=phases), chunk_of(seq, deltas)
 
 def _commit_all(seq: Sequence, kept: list[int], sources: tuple[str, ...], bonus: int, detail: dict) -> list[Delta]:
     "Commit accepted drafts and the bonus until one of them ends the text."
@@ -205,6 +221,6 @@ def _propose(run: Running, k: int) -> Proposal:
     "The first proposal that is not empty; else the last reason for an empty one."
     p = Proposal([], (), reason='no_drafter')
     for g in run.guests:
-        p = g.propose(min(k - 1, g.drafter.max_drafts), run.law)
+        p = g.propose(min(k - 1, g.drafter.max_drafts), DraftLaw(run.law, len(run.seq.tokens), run.past))
         if len(p): break
     return p

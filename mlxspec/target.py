@@ -188,8 +188,9 @@ class Target:
     def __init__(self, model: nn.Module, # an mlx-lm model
                  tokenizer: Any, # an mlx-lm TokenizerWrapper, or a transformers tokenizer
                  config: dict, # config.json; {} for a bare model
-                 name: str): # what it is called on the wire
-        self.model, self.config, self.name = model, config, name
+                 name: str, # what it is called on the wire
+                 path: Path | None = None): # its directory, if it has one
+        self.model, self.config, self.name, self.path = model, config, name, path
         self.tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
         self.context_length: int | None = first_of(config, 'max_position_embeddings', 'max_seq_len', 'n_ctx')
         self._tap: Tap | None = None
@@ -202,7 +203,7 @@ class Target:
         "Load a directory or repository; ModelError when that fails."
         path = model_path(model)
         net, tokenizer, config = load_files(path)
-        return cls(net, tokenizer, config, path.resolve().name)
+        return cls(net, tokenizer, config, path.resolve().name, path)
 
     def _probe(self) -> int:
         "One forward of one token: the model runs, and its logits say how large the vocabulary is."

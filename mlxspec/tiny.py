@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 # %% auto #0
-__all__ = ['KINDS', 'SPECIAL', 'tiny_config', 'tiny_model', 'byte_tokenizer', 'save_tiny']
+__all__ = ['KINDS', 'SPECIAL', 'tiny_config', 'tiny_model', 'byte_tokenizer', 'save_tiny', 'save_tiny_mtp']
 
 # %% ../nbs/53_tiny.ipynb #ba9ae53e
 _BASE = dict(hidden_size=32, num_hidden_layers=2, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
@@ -81,4 +81,24 @@ def save_tiny(path: Path, # directory to fill
     mx.save_safetensors(str(path / 'model.safetensors'), dict(tree_flatten(model.parameters())), metadata={'format': 'mlx'})
     (path / 'config.json').write_text(json.dumps(tiny_config(kind, **changes) | dict(eos_token_id=258)))
     byte_tokenizer().save_pretrained(path)
+    return path
+
+# %% ../nbs/53_tiny.ipynb #8a65a75b
+def save_tiny_mtp(path: Path, # directory to fill
+                  dtype: mx.Dtype = mx.float32, seed: int = 1,
+                  raw: bool = False, # raw form: names with the `mtp.` prefix, norm weights centred on zero
+                  **changes) -> Path: # configuration keys to change; returns the directory
+    "Write a random qwen3_5_mtp head that fits the tiny targets."
+    path.mkdir(parents=True, exist_ok=True)
+    text = tiny_config('qwen3_5') | dict(model_type='qwen3_5_text', mtp_num_hidden_layers=1) | changes
+    H, I, D, Q, K = (text[k] for k in ('hidden_size', 'intermediate_size', 'head_dim', 'num_attention_heads', 'num_key_value_heads'))
+    shapes = {'fc': (H, 2 * H), 'pre_fc_norm_embedding': (H,), 'pre_fc_norm_hidden': (H,), 'norm': (H,),
+              'layers.0.input_layernorm': (H,), 'layers.0.post_attention_layernorm': (H,),
+              'layers.0.self_attn.q_proj': (2 * Q * D, H), 'layers.0.self_attn.k_proj': (K * D, H), 'layers.0.self_attn.v_proj': (K * D, H),
+              'layers.0.self_attn.o_proj': (H, Q * D), 'layers.0.self_attn.q_norm': (D,), 'layers.0.self_attn.k_norm': (D,),
+              'layers.0.mlp.gate_proj': (I, H), 'layers.0.mlp.up_proj': (I, H), 'layers.0.mlp.down_proj': (H, I)}
+    keys = iter(mx.random.split(mx.random.key(seed), len(shapes)))
+    weights = {('mtp.' if raw else '') + f'{n}.weight': (mx.random.normal(s, key=next(keys)) * 0.2 + (len(s) == 1 and not raw)).astype(dtype) for n, s in shapes.items()}
+    mx.save_safetensors(str(path / 'model.safetensors'), weights, metadata={'format': 'mlx'})
+    (path / 'config.json').write_text(json.dumps(dict(model_type='qwen3_5_mtp', block_size=3, tie_word_embeddings=True, text_config=text)))
     return path

@@ -7,29 +7,44 @@ Docs: https://mlxspec.github.io/mlxspec/drafters.html.md"""
 # %% ../../nbs/10_drafters.ipynb #b250a6fa
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from ..core import ConfigError, Drafter, Proposal
+from ..core import ConfigError, Drafter, PairError, Proposal
 
 # %% auto #0
-__all__ = ['BUILDERS', 'NOTHING', 'register', 'build', 'Guest']
+__all__ = ['Builder', 'BUILDERS', 'NOTHING', 'register', 'kind_of', 'build', 'Guest']
 
-# %% ../../nbs/10_drafters.ipynb #ce6551fb
-BUILDERS: dict[str, Callable[[Any, Any], Drafter]] = {}
+# %% ../../nbs/10_drafters.ipynb #4cc5fd48
+Builder = Callable[[Any, Path | None, int | None], Drafter] # (target, directory, K or None)
+BUILDERS: dict[str, Builder] = {}
 
-def register(kind: str): # label of the family
-    "Decorator: `builder(target, path) -> Drafter` becomes available under `kind`."
-    def add(builder: Callable[[Any, Any], Drafter]): BUILDERS[kind] = builder; return builder
+def register(kind: str) -> Callable[[Builder], Builder]: # label of the family
+    "Decorator: the builder becomes available under `kind`."
+    def add(builder: Builder) -> Builder:
+        BUILDERS[kind] = builder
+        return builder
     return add
 
-def build(kind: str, # label of the family
+def kind_of(path: Path) -> str: # label of a family
+    "The family of a drafter's directory; PairError when it says none that we know."
+    try: kind = json.loads((path / 'config.json').read_text()).get('model_type')
+    except (OSError, ValueError) as e: raise PairError(f'{path} is not a drafter: its config.json cannot be read.') from e
+    if kind not in BUILDERS: raise PairError(f'{path.name} has model_type {kind}, which is no drafter; known are {", ".join(sorted(BUILDERS))}.')
+    return kind
+
+def build(name: str, # a kind, or a directory
           target: Any, # the loaded Target
-          path: Any = None) -> Drafter: # directory of the drafter's weights, if it has any
-    "Make a drafter; ConfigError for a kind that does not exist."
-    if kind not in BUILDERS: raise ConfigError(f'There is no drafter kind {kind}; choose from {", ".join(sorted(BUILDERS))}.')
-    return BUILDERS[kind](target, path)
+          block_size: int | None = None, # K the user asked for; None: the family's own
+         ) -> Drafter:
+    "Make a drafter; ConfigError for a name that means nothing, PairError when it does not fit."
+    if name in BUILDERS: return BUILDERS[name](target, None, block_size)
+    path = Path(name).expanduser()
+    if path.is_dir(): return BUILDERS[kind_of(path)](target, path, block_size)
+    raise ConfigError(f'{name} is neither a drafter kind ({", ".join(sorted(BUILDERS))}) nor a directory.')
 
 # %% ../../nbs/10_drafters.ipynb #0e9db8ea
 _log = logging.getLogger('mlxspec')

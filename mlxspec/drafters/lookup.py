@@ -89,4 +89,4 @@ class Lookup:
 
     def observe(self, states: list, tokens: list, features: list, accepted: list) -> None: pass # the sequence has the tokens
 
-register('lookup')(lambda target, path: Lookup())
+register('lookup')(lambda target, path, block_size: Lookup())
