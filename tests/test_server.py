@@ -1,0 +1,533 @@
+"The server: protocol edge cases on a scripted engine, then sockets, signals and a real model. (Told in nbs/41_server.ipynb.)"
+import asyncio
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import openai
+import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from starlette.testclient import TestClient
+
+from mlxspec import server
+from mlxspec.core import Chunk, Emitted, EngineError, RequestError, RequestStats
+from mlxspec.policy import MtpPolicySnapshot
+from mlxspec.scheduler import ModelWorkScheduler
+
+T = 30  # seconds after which a wait counts as a hang
+CHAT = '/v1/chat/completions'
+HELLO = {'messages': [{'role': 'user', 'content': 'hello'}]}
+
+
+class Engine:
+    "Answers from a script: texts, exceptions to raise, events to wait for, functions to call on the owner thread."
+    name, is_demo, drafters, vocab_size, context_length = 'scripted', False, (), 128, 64
+    policy = MtpPolicySnapshot.unavailable('no_mtp_dispatch', False)
+
+    def __init__(self, *script, tail=''):
+        self.script, self.tail, self.seen, self.steps, self.sched = script, tail, [], 0, ModelWorkScheduler()
+        coder = SimpleNamespace(decode=lambda ids: ''.join(map(chr, ids)), encode=lambda t, add_special_tokens: list(t))
+        self.chat = SimpleNamespace(think=('<think>', '</think>'), tool=('<tool_call>', '</tool_call>'), tokenizer=coder,
+                                    encode=self.render)
+
+    def render(self, messages, tools=None, **kwargs):
+        self.seen.append((messages, tools, kwargs))
+        return [ord(c) for c in messages[-1]['content'] + self.tail]
+
+    def snapshot(self): return {'scheduler': self.sched.snapshot(), 'speculation': {'drafters': []}}
+
+    def submit(self, prompt, params, on_chunk):
+        if len(prompt) >= self.context_length: raise RequestError('Too long.', 'messages', 'context_length_exceeded')
+        stats, stop = RequestStats(prompt_tokens=len(prompt)), threading.Event()
+        self.params = params
+
+        def steps():
+            for item in self.script:
+                if isinstance(item, Exception): raise item
+                if isinstance(item, threading.Event):
+                    while not item.wait(.001): yield None
+                elif callable(item): item()
+                else:
+                    self.steps += 1
+                    stats.completion_tokens += 1
+                    on_chunk(Chunk(item, (Emitted(65, 'target', -.1),) if params.logprobs is not None else ()))
+                yield 'plain'
+            on_chunk(Chunk('', finish_reason='stop'))
+        return SimpleNamespace(stats=stats, cancel=stop.set, future=self.sched.submit_stepper(steps(), stop))
+
+
+@pytest.fixture
+def make():
+    engines = []
+
+    def client(*script, tail='', **host):
+        engines.append(Engine(*script, tail=tail))
+        h = server.Host(engines[-1], **host)
+        c = TestClient(server.make_app(h), base_url='http://127.0.0.1', raise_server_exceptions=False)
+        c.host, c.engine = h, engines[-1]
+        return c
+    yield client
+    for e in engines: e.sched.shutdown()
+
+
+def error(r, status, code, param=None):
+    assert r.status_code == status, r.text
+    assert set(r.json()) == {'error'}
+    e = r.json()['error']
+    assert set(e) == {'message', 'type', 'param', 'code'} and (e['code'], e['param']) == (code, param) and e['message']
+    assert r.headers['x-request-id'].startswith('req_')
+    return e
+
+
+def events(text):
+    "Data of a stream, and whether it ended with [DONE]."
+    data = [b.removeprefix('data: ') for b in text.split('\n\n') if b and not b.startswith(':')]
+    return [json.loads(d) for d in data if d != '[DONE]'], data[-1] == '[DONE]'
+
+
+@pytest.mark.parametrize(('raw', 'code'), [
+    (b'', 'invalid_json'), (b'{bad', 'invalid_json'), (b'[]', 'invalid_json'), (b'null', 'invalid_json'), (b'{} {}', 'invalid_json'),
+    (b'\x00', 'invalid_json'), (b'"\xff"', 'invalid_json'), (b'[' * 100_000, 'invalid_json'), (b'{"a":' * 5000 + b'1' + b'}' * 5000, None),
+    (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 'invalid_value'),
+    (b'{"messages": [{"role": "user", "content": "a"}], "temperature": 1e999}', 'invalid_value'),
+    (b'{"messages": [{"role": "user", "content": "a"}], "top_p": NaN}', 'invalid_value'),
+    (b'{"messages": [{"role": "user", "content": "a"}], "seed": ' + b'9' * 5000 + b'}', 'invalid_json')])
+def test_bad_bodies(make, raw, code):
+    c = make('ok')
+    r = c.post(CHAT, content=raw, headers={'content-type': 'application/json'})
+    assert r.status_code == 400 and r.json()['error']['code'] == (code or r.json()['error']['code'])
+    assert c.post(CHAT, json=HELLO).json()['choices'][0]['message']['content'] == 'ok'
+
+
+@pytest.mark.parametrize(('more', 'status', 'code', 'param'), [
+    ({'model': 'gpt-4'}, 404, 'model_not_found', 'model'), ({'model': ''}, 404, 'model_not_found', 'model'),
+    ({'messages': []}, 400, 'invalid_value', 'messages'), ({'messages': [{'role': 'user', 'content': [{'type': 'image_url'}]}]}, 400,
+     'unsupported_parameter', 'messages[0].content[0]'), ({'messages': [{'role': 'user', 'content': 'x' * 64}]}, 400,
+     'context_length_exceeded', 'messages'), ({'max_tokens': 0}, 400, 'invalid_value', 'max_tokens'),
+    ({'logit_bias': {'128': 1}}, 400, 'invalid_value', 'logit_bias.128'), ({'n': 2}, 400, 'unsupported_parameter', 'n')])
+@pytest.mark.parametrize('stream', [False, True])
+def test_wrong_requests_get_a_status_streamed_or_not(make, more, status, code, param, stream):
+    c = make('ok')
+    error(c.post(CHAT, json=HELLO | more | {'stream': stream}), status, code, param)
+    assert c.host.taken == 0 and c.engine.steps == 0
+
+
+@pytest.mark.parametrize(('method', 'path', 'status', 'code'), [
+    ('GET', CHAT, 405, 'method_not_allowed'), ('POST', '/health', 405, 'method_not_allowed'), ('POST', '/v1/v1/chat/completions', 404, 'unknown_url'),
+    ('POST', '//v1/chat/completions', 404, 'unknown_url'), ('POST', CHAT + '/', 404, 'unknown_url'), ('GET', '/docs', 404, 'unknown_url'),
+    ('GET', '/openapi.json', 404, 'unknown_url'), ('GET', '/internal/mtp-policy', 404, 'unknown_url')])
+def test_wrong_routes(make, method, path, status, code):
+    r = make().request(method, 'http://127.0.0.1' + path)
+    error(r, status, code)
+    assert status != 405 or r.headers['allow']
+
+
+def test_a_body_must_be_declared_small_and_quick(make, monkeypatch):
+    c, big = make('ok'), json.dumps(HELLO | {'x': 'y' * server.MAX_BODY})
+    as_json = {'content-type': 'application/json'}
+    error(c.post(CHAT, content=big, headers=as_json), 413, 'request_too_large')
+    error(c.post(CHAT, content=iter([big.encode()]), headers=as_json), 413, 'request_too_large')
+    for kind in ('text/plain', 'application/x-www-form-urlencoded', ''):
+        error(c.post(CHAT, content=json.dumps(HELLO), headers={'content-type': kind}), 415, 'unsupported_media_type')
+    assert c.post(CHAT, content=json.dumps(HELLO), headers={'content-type': 'Application/JSON; charset=utf-8'}).status_code == 200
+
+
+def test_only_our_names_are_answered(make):
+    c = make('ok')
+    for name in ('evil.example', 'localhost.evil.example', '127.0.0.1.evil', ''):
+        error(c.get('/health', headers={'host': name}), 421, 'host_not_allowed')
+    for name in ('localhost:80', '[::1]', '127.0.0.1:9'): assert c.get('/health', headers={'host': name}).status_code == 200
+
+
+def test_ids_that_are_answered(make):
+    c = make('ok', served_name='mine')
+    for model in ('default', 'scripted', 'mine', None): assert c.post(CHAT, json=HELLO | {'model': model}).json()['model'] == 'mine'
+    e = error(c.post(CHAT, json=HELLO | {'model': 'x' * 500}), 404, 'model_not_found', 'model')
+    assert 'mine and scripted' in e['message'] and len(e['message']) < 200
+    listed = c.get('/v1/models').json()
+    assert [m['id'] for m in listed['data']] == ['mine', 'scripted'] and c.get('/v1/models/scripted').json()['object'] == 'model'
+
+
+def test_stream_and_body_are_the_same_answer(make):
+    text = '<think>check the map</think>Two calls: <tool_call>{"name":"find","arguments":{"q":"café 😀"}}</tool_call><tool_call>{"name":"open"}</tool_call>'
+    tools = [{'type': 'function', 'function': {'name': 'find'}}]
+    for n in (1, 3, 7, 16):
+        c = make(*[text[i:i + n] for i in range(0, len(text), n)])
+        body = c.post(CHAT, json=HELLO | {'tools': tools}).json()
+        ChatCompletion.model_validate(body, strict=True)
+        r = c.post(CHAT, json=HELLO | {'tools': tools, 'stream': True, 'stream_options': {'include_usage': True}})
+        assert r.headers['content-type'].startswith('text/event-stream')
+        got, done = events(r.text)
+        for e in got: ChatCompletionChunk.model_validate(e, strict=True)
+        deltas = [x['delta'] for e in got for x in e['choices']]
+        message = body['choices'][0]['message']
+        for k in ('content', 'reasoning_content'): assert ''.join(d.get(k) or '' for d in deltas) == message[k] != ''
+        calls = lambda cs: [(x['function']['name'], json.loads(x['function']['arguments'])) for x in cs]
+        assert calls(t for d in deltas for t in d.get('tool_calls', [])) == calls(message['tool_calls']) == [('find', {'q': 'café 😀'}), ('open', {})]
+        assert done and got[-1]['usage'] == body['usage'] and body['choices'][0]['finish_reason'] == 'tool_calls'
+        assert body['usage']['completion_tokens_details']['reasoning_tokens'] == len('check the map')
+        assert c.engine.seen[0][1] == tools and c.engine.seen[0] == c.engine.seen[1]
+
+
+def test_calls_are_only_read_when_tools_were_sent(make):
+    for more in ({}, {'tools': [{'type': 'function', 'function': {'name': 'f'}}], 'tool_choice': 'none'}):
+        c = make('<tool_call>{"name":"f"}</tool_call>')
+        assert c.post(CHAT, json=HELLO | more).json()['choices'][0]['message']['content'].startswith('<tool_call>')
+        assert c.engine.seen[0][1] is None
+
+
+def test_a_template_may_open_the_thought(make):
+    m = make('hm</think>yes', tail='<think>\n').post(CHAT, json=HELLO).json()['choices'][0]['message']
+    assert (m['reasoning_content'], m['content']) == ('hm', 'yes')
+
+
+def test_parameters_arrive(make):
+    c = make('ok')
+    c.post(CHAT, json=HELLO | {'speculation': {'disable': True}, 'seed': 5, 'max_completion_tokens': 7, 'logprobs': True, 'top_logprobs': 2,
+                               'chat_template_kwargs': {'enable_thinking': False}, 'stop': 'x'})
+    p = c.engine.params
+    assert (p.speculate, p.seed, p.max_tokens, p.logprobs, p.stop) == (False, 5, 7, 2, ('x',))
+    assert c.engine.seen[0][2] == {'enable_thinking': False}
+
+
+def test_logprobs(make):
+    for stream in (False, True):
+        r = make('A').post(CHAT, json=HELLO | {'logprobs': True, 'stream': stream})
+        found = r.json()['choices'][0]['logprobs'] if not stream else events(r.text)[0][1]['choices'][0]['logprobs']
+        assert found == {'content': [{'token': 'A', 'logprob': -.1, 'bytes': [65], 'top_logprobs': []}], 'refusal': None}
+
+
+def test_an_error_before_the_first_token_has_its_status(make):
+    for stream in (False, True):
+        c = make(EngineError('The target failed.'))
+        assert error(c.post(CHAT, json=HELLO | {'stream': stream}), 500, 'engine_error')['message'] == 'The target failed.'
+
+
+def test_an_error_later_is_the_last_event(make):
+    got, done = events(make('a', 'b', EngineError('The target failed.')).post(CHAT, json=HELLO | {'stream': True}).text)
+    assert not done and got[-1]['error']['code'] == 'engine_error' and sum('error' in e for e in got) == 1
+    assert all(x['finish_reason'] is None for e in got[:-1] for x in e['choices'])
+
+
+@pytest.mark.parametrize('stream', [False, True])
+def test_a_fault_of_ours_tells_nothing_but_a_number(make, stream):
+    c = make(ValueError('secret'))
+    r = c.post(CHAT, json=HELLO | {'stream': stream})
+    e = error(r, 500, 'engine_error')
+    assert 'secret' not in r.text and 'ValueError' not in r.text and r.headers['x-request-id'] in e['message']
+
+
+def test_silence_is_filled_with_comments(make, monkeypatch):
+    monkeypatch.setattr(server, 'GRACE_S', .05)
+    monkeypatch.setattr(server, 'PING_S', .05)
+    wait, go = [threading.Event(), threading.Event()], []
+    for w in wait: go.append(threading.Timer(.3 * (len(go) + 1), w.set)); go[-1].start()
+    r = make(wait[0], 'a', wait[1], 'b').post(CHAT, json=HELLO | {'stream': True})
+    blocks = r.text.split('\n\n')
+    assert blocks.count(': ping') >= 2 and '"role"' in blocks[0] and events(r.text)[1]
+
+
+def test_an_error_after_the_grace_is_an_event(make, monkeypatch):
+    monkeypatch.setattr(server, 'GRACE_S', .01)
+    wait = threading.Event()
+    threading.Timer(.2, wait.set).start()
+    r = make(wait, EngineError('The target failed.')).post(CHAT, json=HELLO | {'stream': True})
+    got, done = events(r.text)
+    assert r.status_code == 200 and not done and got[-1]['error']['message'] == 'The target failed.'
+
+
+class Caller:
+    "One request by hand: its client can leave at any moment."
+    def __init__(self, app, body, path=CHAT):
+        self.app, self.body, self.leave, self.sent = app, json.dumps(body).encode(), asyncio.Event(), []
+        self.scope = {'type': 'http', 'asgi': {'version': '3.0', 'spec_version': '2.3'}, 'http_version': '1.1', 'method': 'POST', 'scheme': 'http',
+                      'path': path, 'raw_path': path.encode(), 'query_string': b'', 'root_path': '', 'client': ('127.0.0.1', 1),
+                      'server': ('127.0.0.1', 80), 'headers': [(b'host', b'localhost'), (b'content-type', b'application/json')]}
+        self.task = asyncio.ensure_future(app(self.scope, self.receive, self.send))
+
+    async def receive(self):
+        if self.body is not None:
+            body, self.body = self.body, None
+            return {'type': 'http.request', 'body': body}
+        await self.leave.wait()
+        return {'type': 'http.disconnect'}
+
+    async def send(self, message):
+        if not self.leave.is_set(): self.sent.append(message) # as uvicorn does, without a word
+
+
+async def until(condition):
+    async with asyncio.timeout(T):
+        while not condition(): await asyncio.sleep(.002)  # noqa: ASYNC110 (another thread changes it)
+
+
+@pytest.mark.parametrize('stream', [False, True])
+@pytest.mark.parametrize('when', ['queued', 'before the first token', 'after some tokens'])
+def test_a_client_that_leaves_stops_its_job(make, when, stream):
+    never = threading.Event()
+    c = make(*(['a', 'b'] if when == 'after some tokens' else []), never)
+
+    async def scenario():
+        app = server.make_app(c.host)
+        first = [Caller(app, HELLO)] if when == 'queued' else []
+        if first: await until(lambda: c.host.jobs)
+        caller = Caller(app, HELLO | {'stream': stream})
+        await until(lambda: len(c.host.jobs) == len(first) + 1)
+        if when == 'after some tokens': await until(lambda: c.engine.steps == 2)
+        caller.leave.set()
+        await asyncio.wait_for(caller.task, T)
+        await until(lambda: c.host.taken == len(first))
+        assert c.engine.sched.snapshot()['cancelled'] == 1
+        for f in first:
+            assert not f.task.done()
+            f.leave.set()
+            await asyncio.wait_for(f.task, T)
+        await until(lambda: c.host.taken == 0)
+    asyncio.run(scenario())
+    c.engine.script = ('ok',)
+    assert c.post(CHAT, json=HELLO).json()['choices'][0]['message']['content'] == 'ok'
+
+
+def test_a_full_queue_says_when_to_come_back(make):
+    never = threading.Event()
+    c = make(never, max_queue=2)
+
+    async def scenario():
+        app = server.make_app(c.host)
+        callers = [Caller(app, HELLO) for _ in range(3)]
+        await until(lambda: len(c.host.jobs) == 3)
+        late, ready = [Caller(app, HELLO | {'stream': s}) for s in (False, True)], c
+        for x in late:
+            await asyncio.wait_for(x.task, T)
+            assert x.sent[0]['status'] == 429 and int(dict(x.sent[0]['headers'])[b'retry-after']) >= 1
+            assert json.loads(x.sent[1]['body'])['error']['code'] == 'queue_full'
+        assert ready.get('/health/ready').status_code == 503 and ready.get('/health').status_code == 200
+        never.set()
+        for x in callers: await asyncio.wait_for(x.task, T)
+        assert [x.sent[0]['status'] for x in callers] == [200] * 3
+    asyncio.run(scenario())
+    assert c.host.taken == 0 and c.get('/health/ready').status_code == 200
+
+
+def test_a_slow_body_is_given_up(make, monkeypatch):
+    monkeypatch.setattr(server, 'BODY_S', .05)
+
+    async def scenario():
+        caller = Caller(server.make_app(make('ok').host), HELLO)
+        caller.body = None # nothing ever comes
+        await asyncio.wait_for(caller.task, T)
+        assert caller.sent[0]['status'] == 408 and json.loads(caller.sent[1]['body'])['error']['code'] == 'request_timeout'
+    asyncio.run(scenario())
+
+
+@pytest.mark.filterwarnings('ignore::pytest.PytestUnhandledThreadExceptionWarning')
+def test_a_dead_owner_is_told_at_once(make, monkeypatch):
+    def die(): monkeypatch.setattr('mlxspec.scheduler.take', lambda band: 1 / 0)
+    c = make('a', die, 'b')
+    got, done = events(c.post(CHAT, json=HELLO | {'stream': True}).text)
+    assert not done and got[-1]['error']['code'] == 'engine_stalled'
+    for path in ('/health', '/health/ready'): assert c.get(path).status_code == 503
+    assert c.get('/health').json()['status'] == 'unavailable' and c.get('/health').json()['error']['code'] == 'engine_stalled'
+    assert c.get('/health/live').status_code == 200
+    error(c.post(CHAT, json=HELLO), 503, 'engine_stalled')
+
+
+def test_while_the_model_loads(make):
+    c = make()
+    c.host.engine = None
+    for path in ('/v1/models', '/v1/models/x'): error(c.get(path), 503, 'loading_model')
+    r = c.post(CHAT, json=HELLO)
+    error(r, 503, 'loading_model')
+    assert int(r.headers['retry-after']) >= 1
+    assert (c.get('/health').status_code, c.get('/health/live').status_code, c.get('/health/ready').status_code) == (503, 200, 503)
+    assert c.get('/v1/internal/mtp-policy').json() == MtpPolicySnapshot.unavailable('worker_not_ready', None).wire()
+
+
+def test_health_says_what_runs(make):
+    c = make('ok')
+    c.post(CHAT, json=HELLO)
+    h = c.get('/health').json()
+    assert h['status'] == 'ok' and h['scheduler']['mode'] == 'serial' and h['scheduler']['active_lane'] == 'plain'
+    assert h['observability']['mtp_policy']['reason'] == 'no_mtp_dispatch' and 'schema_version' not in h['observability']['mtp_policy']
+    assert 'scripted' not in c.get('/health/live').text + c.get('/health/ready').text
+
+
+def test_streams_end_with_a_word_when_the_server_stops(make, monkeypatch):
+    monkeypatch.setattr(server, 'DRAIN_S', .2)
+    c = make('a', threading.Event())
+    sock = server.listen('127.0.0.1', 0)
+    s = server.Server(server.make_app(c.host), c.host, 'error')
+    thread = threading.Thread(target=s.run, args=([sock],))
+    thread.start()
+    conn = http.client.HTTPConnection('127.0.0.1', sock.getsockname()[1], timeout=T)
+    conn.request('POST', CHAT, json.dumps(HELLO | {'stream': True}), {'content-type': 'application/json'})
+    r = conn.getresponse()
+    r.readline()
+    s.handle_exit(signal.SIGTERM, None)
+    got, done = events('data: {}\n\n' + r.read().decode().partition('\n\n')[2])
+    assert not done and got[-1]['error']['code'] == 'server_shutting_down'
+    thread.join(T)
+    assert not thread.is_alive()
+
+
+def test_importing_it_loads_no_mlx():
+    code = 'import sys, mlxspec.server; print([m for m in sys.modules if m.split(".")[0] in ("mlx", "mlx_lm", "transformers")])'
+    assert subprocess.run([sys.executable, '-c', code], capture_output=True, text=True).stdout == '[]\n'
+
+
+# --- with the real engine, in a process of its own -------------------------------------------------------------------
+
+MLXSPEC = str(Path(sys.executable).with_name('mlxspec'))
+COUNT = {'messages': [{'role': 'user', 'content': 'Count from 3 to 12.'}], 'max_tokens': 40, 'seed': 1}
+
+
+def start(*args):
+    "`mlxspec serve` and the URL it prints."
+    p = subprocess.Popen([MLXSPEC, 'serve', '--port', '0', *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                         env={**os.environ, 'MLXSPEC_BLAS': 'off'})
+    line = p.stdout.readline()
+    found = re.fullmatch(r'mlxspec serves (.*) at (http://127\.0\.0\.1:\d+)/v1\n', line)
+    assert found, (line, p.communicate(timeout=T))
+    return p, found[2], found[1]
+
+
+def stop(p, sig=signal.SIGTERM):
+    p.send_signal(sig)
+    out, err = p.communicate(timeout=T)
+    return p.returncode, out, err
+
+
+@pytest.fixture(scope='module')
+def served():
+    p, url, what = start('--served-model-name', 'mine')
+    assert 'demo pair' in what
+    yield url
+    code, out, err = stop(p)
+    # transformers warns about the prompt that is too long on purpose
+    assert (code, out, [x for x in err.splitlines() if not x.startswith('[transformers]')]) == (0, '', [])
+
+
+@pytest.fixture(scope='module')
+def client(served): return openai.OpenAI(base_url=served + '/v1', api_key='none', max_retries=0, timeout=T)
+
+
+def get(url):
+    import urllib.request
+    with urllib.request.urlopen(url, timeout=T) as r: return json.load(r)
+
+
+def identities(m, completion_tokens):
+    m = m['speculative_decoding']
+    h = m['acceptance_histogram']
+    assert sum(h) == m['num_spec_steps'] and sum(i * n for i, n in enumerate(h)) == m['num_accepted_draft_tokens'] == sum(m['per_step_accepted'])
+    assert m['num_accepted_draft_tokens'] <= m['num_draft_tokens'] == sum(m['per_step_drafted'])
+    assert m['num_accepted_draft_tokens'] <= completion_tokens
+
+
+def test_stream_equals_body_and_speculation_changes_nothing(client):
+    texts, usages = [], []
+    for extra in ({}, {'speculation': {'disable': True}}):
+        body = client.chat.completions.create(model='default', **COUNT, extra_body=extra)
+        chunks = list(client.chat.completions.create(model='mine', **COUNT, stream=True, stream_options={'include_usage': True}, extra_body=extra))
+        streamed = ''.join(c.choices[0].delta.content or '' for c in chunks if c.choices)
+        texts += [body.choices[0].message.content, streamed]
+        usages += [body.usage, chunks[-1].usage]
+        for m in (body.model_extra, chunks[-1].model_extra):
+            identities(m['metrics'], body.usage.completion_tokens)
+            assert m['metrics']['mlxspec']['seed'] == 1
+            assert not extra or m['metrics']['speculative_decoding']['num_draft_tokens'] == m['timings']['draft_n'] == 0
+    assert len(set(texts)) == 1 and all(u == usages[0] for u in usages) and usages[0].completion_tokens > 0
+
+
+def test_seeds_count(client):
+    say = lambda **kw: client.chat.completions.create(model='default', **COUNT | kw, temperature=1).choices[0].message.content
+    assert say(seed=7) == say(seed=7) == say(seed=7, extra_body={'speculation': {'disable': True}})
+
+
+def test_logprobs_of_the_real_model(client):
+    c = client.chat.completions.create(model='default', **COUNT | {'max_tokens': 5}, logprobs=True, top_logprobs=3).choices[0].logprobs.content
+    assert len(c) == 5 and all(len(t.top_logprobs) == 3 and t.logprob <= 0 and t.top_logprobs[0].logprob >= t.logprob for t in c)
+
+
+def test_errors_reach_openai_clients_with_their_text(client):
+    with pytest.raises(openai.NotFoundError, match='There is no model'): client.chat.completions.create(model='gpt-4', **COUNT)
+    with pytest.raises(openai.BadRequestError, match='temperature') as e: client.chat.completions.create(model='default', temperature=9, **COUNT)
+    assert (e.value.param, e.value.code, e.value.type) == ('temperature', 'invalid_value', 'invalid_request_error') and e.value.request_id
+    with pytest.raises(openai.BadRequestError) as e:
+        client.chat.completions.create(model='default', messages=[{'role': 'user', 'content': 'word ' * 5000}])
+    assert e.value.code == 'context_length_exceeded'
+
+
+def test_health_policy_models(served, client):
+    h = get(served + '/health')
+    assert h['status'] == 'ok' and set(h['scheduler']) >= {'mode', 'active_lane', 'batch_histogram'} and h['scheduler']['owner']['alive']
+    p = get(served + '/v1/internal/mtp-policy')
+    assert set(p) == set(MtpPolicySnapshot.unavailable('worker_not_ready', None).wire()) and p['state'] == 'unavailable'
+    assert (p['reason'], p['mtp_enabled']) == ('no_mtp_dispatch', False)
+    assert [m.id for m in client.models.list()] == ['mine', 'mlxspec-demo']
+
+
+@pytest.mark.parametrize('stream', [True, False])
+def test_a_client_that_hangs_up_frees_its_place(served, stream):
+    before = get(served + '/health')['scheduler']['cancelled']
+    body = json.dumps(COUNT | {'max_tokens': 3000, 'ignore_eos': True, 'stream': stream}).encode()
+    host, port = served.removeprefix('http://').split(':')
+    with socket.create_connection((host, int(port)), T) as s:
+        s.sendall(b'POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n' % (CHAT.encode(), len(body)) + body)
+        if stream: s.recv(200)
+        else:
+            while not get(served + '/health')['scheduler']['running']: time.sleep(.01)
+    end = time.monotonic() + T
+    while (now := get(served + '/health')['scheduler'])['running'] and time.monotonic() < end: time.sleep(.01)
+    assert not now['running'] and now['cancelled'] == before + 1
+
+
+def test_requests_of_many_clients_keep_their_own_answers(served, client):
+    alone = {n: client.chat.completions.create(model='default', **COUNT | {'messages': [{'role': 'user', 'content': f'Count from {n} to 20.'}]}) for n in range(4)}
+    got = {}
+
+    def ask(i, n):
+        got[i] = client.chat.completions.create(model='default', **COUNT | {'messages': [{'role': 'user', 'content': f'Count from {n} to 20.'}]})
+    threads = [threading.Thread(target=ask, args=(i, i % 4)) for i in range(8)]
+    for t in threads: t.start()
+    for t in threads: t.join(T)
+    assert all(got[i].choices[0].message.content == alone[i % 4].choices[0].message.content for i in range(8))
+
+
+@pytest.mark.parametrize('sig', [signal.SIGTERM, signal.SIGINT])
+def test_signals_end_it_cleanly_and_the_port_is_free(sig):
+    p, url, _ = start()
+    port = int(url.rpartition(':')[2])
+    assert get(url + '/health/ready') == {'status': 'ok'}
+    assert stop(p, sig) == (0, '', '')
+    server.listen('127.0.0.1', port).close()
+
+
+def refused(*args, code):
+    done = subprocess.run([MLXSPEC, 'serve', *args], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (code, '') and done.stderr.startswith('mlxspec: ') and done.stderr.count('\n') == 1, done
+    return done.stderr
+
+
+def test_what_cannot_be_served_is_refused(tmp_path):
+    with socket.create_server(('127.0.0.1', 0)) as s:
+        assert str(s.getsockname()[1]) in refused('--port', str(s.getsockname()[1]), code=3)
+    assert './gone' in refused('--model', './gone', code=2)
+    assert 'not an address' in refused('--host', 'no such name', code=2)
+    (tmp_path / 'empty').mkdir()
+    assert 'config.json' in refused('--model', str(tmp_path / 'empty'), code=2)
+    (tmp_path / 'empty' / 'config.json').write_text('{')
+    assert 'config.json' in refused('--model', str(tmp_path / 'empty'), code=2)
+    (tmp_path / 'empty' / 'config.json').write_text('{"model_type": "llama"}')
+    assert 'empty' in refused('--port', '0', '--model', str(tmp_path / 'empty'), code=2) # found while loading
+
+
