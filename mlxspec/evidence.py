@@ -35,27 +35,33 @@ def middle(xs: Sequence[float], # at least 1 value
     kept = sorted(xs)[g:len(xs) - g]
     return sum(kept) / len(kept)
 
-# %% ../nbs/23_evidence.ipynb #380a7882
-SHARE = 0.10         # of a generation's time that the losing arm may take in excess, after the first period
+# %% ../nbs/23_evidence.ipynb #f8673b59
+SHARE = 0.10         # of a generation's time that may be lost on the worse arm, after a period
 
 def excess(spec: float, plain: float, # seconds per token of the arms
-           spec_tokens: int, plain_tokens: int, # tokens that each has committed while both were measured
+           spec_tokens: int, plain_tokens: int, # tokens that each has committed in periods
           ) -> tuple[str, float]: # the better arm, the seconds the other one has taken more than it
     "What has the losing arm cost so far?"
-    return ('plain', spec_tokens * (spec - plain)) if spec > plain else ('spec', plain_tokens * (plain - spec))
+    if spec > plain: return 'plain', spec_tokens * (spec - plain)
+    return 'spec', plain_tokens * (plain - spec)
 
 # %% ../nbs/23_evidence.ipynb #8d74bd33
 _ARMS = tuple(scheduled(i) for i in range(PERIOD))
 
 class Tally:
     "Step times of one generation, by arm; also decides which arm runs next."
-    __slots__ = ('k', 'step', 'last', 'better', 'plain', 'spec', 'rounds', 'tokens', 'kept', 'ran', 'total_s', 'verified', 'width')
+    __slots__ = ('k', 'step', 'last', 'better', 'times', 'sums', 'ran', 'total_s',
+                 'rounds', 'tokens', 'kept', 'verified', 'width')
     def __init__(self, k: int): # K, verify rows of the rounds to count
-        self.k, self.step, self.last, self.better = k, 0, '', '' # better: the arm of a stretch between periods
-        self.plain, self.spec = [], []  # wall times that count
-        self.rounds, self.tokens, self.kept = 0, 0, [0] * (k - 1) # rounds of K rows, their tokens, how many kept draft 1, 2, ..
-        self.ran, self.total_s = {'spec': 0, 'plain': 0}, 0.0 # tokens of each arm in periods; time of all steps but first ones
-        self.verified, self.width = 0, 1 # verify rounds of any kind; sequences in the widest step
+        self.k, self.step, self.last = k, 0, ''
+        self.better = ''                            # the arm of a stretch between periods
+        self.times = {'spec': [], 'plain': []}      # wall times that count, and their sums
+        self.sums = {'spec': 0.0, 'plain': 0.0}
+        self.ran = {'spec': 0, 'plain': 0}          # tokens of each arm in periods
+        self.total_s = 0.0                          # time of all steps but those after a switch
+        self.rounds, self.tokens = 0, 0             # rounds of K rows, what they committed
+        self.kept = [0] * (k - 1)                   # rounds that kept draft 1, draft 2, ..
+        self.verified, self.width = 0, 1            # verify rounds of any K; widest step
 
     def arm(self) -> str: # 'spec' or 'plain'
         "The arm of the next step."
@@ -70,8 +76,10 @@ class Tally:
         if not fresh: self.total_s += r.wall_s
         if not self.better:
             self.ran[ran] += r.emitted
-            if not fresh and ran == _ARMS[self.step % PERIOD] and (ran == 'plain' or r.k == self.k):
-                (self.plain if ran == 'plain' else self.spec).append(r.wall_s)
+            right = ran == _ARMS[self.step % PERIOD] and (ran == 'plain' or r.k == self.k)
+            if right and not fresh:
+                self.times[ran].append(r.wall_s)
+                self.sums[ran] += r.wall_s
             self.step += 1
         if self.step % PERIOD == 0: self._pause()
 
@@ -83,9 +91,10 @@ class Tally:
         for j in range(r.accepted): self.kept[j] += 1
 
     def _pause(self) -> None: # between periods: may the next one begin?
-        if not (self.spec and self.plain and self.tokens): return
-        spec = sum(self.spec) / len(self.spec) * self.rounds / self.tokens
-        self.better, lost = excess(spec, sum(self.plain) / len(self.plain), self.ran['spec'], self.ran['plain'])
+        n, m = len(self.times['spec']), len(self.times['plain'])
+        if not (n and m and self.tokens): return
+        spec = self.sums['spec'] / n * self.rounds / self.tokens
+        self.better, lost = excess(spec, self.sums['plain'] / m, *self.ran.values())
         if lost * (self.step + PERIOD) / self.step <= SHARE * self.total_s: self.better = ''
 
 # %% ../nbs/23_evidence.ipynb #45d98099
@@ -111,19 +120,22 @@ def why_not(t: Tally, # of a finished generation
     if t.width > 1: return 'batched'
     if not t.verified: return 'never_drafted'
     if not t.rounds: return 'other_width'
-    enough = min(len(t.spec), len(t.plain)) >= MIN_STEPS and min(t.tokens, len(t.plain)) >= MIN_TOKENS
-    return None if enough and middle(t.spec) > 0 and middle(t.plain) > 0 else 'too_short' # a stopped clock measures nothing
+    spec, plain = t.times['spec'], t.times['plain']
+    if min(len(spec), len(plain)) < MIN_STEPS or min(t.tokens, len(plain)) < MIN_TOKENS:
+        return 'too_short'
+    return None if middle(spec) > 0 and middle(plain) > 0 else 'no_clock'
 
 def sample_of(t: Tally, # of a generation that qualifies
              ) -> Sample:
     "The two costs and what the rounds brought."
-    return Sample(middle(t.plain), middle(t.spec), t.rounds, t.tokens, tuple(t.kept))
+    plain_s, round_s = middle(t.times['plain']), middle(t.times['spec'])
+    return Sample(plain_s, round_s, t.rounds, t.tokens, tuple(t.kept))
 
 # %% ../nbs/23_evidence.ipynb #5f3e7a1c
-TAU0, D0 = 0.20, 3   # scatter of the log ratio that we expect, and the degrees of freedom it is worth
+TAU0, D0 = 0.20, 3   # scatter of the log ratio that we expect; degrees of freedom it is worth
 # 97.5 % points of Student's t with D0, D0 + 1, .. degrees of freedom
-T975 = (3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093,
-        2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056)
+T975 = (3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145,
+        2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056)
 
 class Estimate(NamedTuple):
     "What all samples say together."
@@ -162,7 +174,7 @@ VERDICTS = ('enable', 'decline')
 WINDOW = 4           # qualifying samples of a window, and of each extension
 MAX_SAMPLES = 24     # after these the static default decides
 MARGIN = 0.03        # least gain worth an `enable`
-EARLY_MIN, EARLY_HIGH = 2, 0.8 # an incomplete window declines with so many samples and an upper bound below this
+EARLY_MIN, EARLY_HIGH = 2, 0.8 # samples and upper bound at which an open window declines
 
 def verdict(samples: Sequence[Sample], # at least 1
             required: int = WINDOW, # samples of the window as it is now

@@ -38,7 +38,7 @@ class HintKey:
     mlx_lm: str
     blas: str = ''          # CPU: library, core type and threads, such as `openblas-Haswell-2`
     strategy: str = 'block' # verify strategy
-    kv_mode: str = ''       # how keys and values are kept, such as `q8`; empty for the model's own type
+    kv_mode: str = ''       # how keys and values are kept, such as `q8`; empty: as computed
 
     @property
     def name(self) -> str: # 16 hex digits
@@ -90,13 +90,14 @@ class Hint:
     written_at: float       # seconds since the epoch
 
     def expired(self, now: float) -> bool: # now: seconds since the epoch
-        "A measured `enable` lasts (the gate watches it at every step); everything else is asked again."
-        lasts = self.verdict == 'enable' and self.settled_by == 'measured'
-        return not lasts and abs(now - self.written_at) > EXPIRES_S # abs: a clock that was wrong makes no latch
+        "A measured `enable` lasts, the gate watches it; everything else is asked again."
+        if self.verdict == 'enable' and self.settled_by == 'measured': return False
+        return abs(now - self.written_at) > EXPIRES_S # abs: a clock that was wrong makes no latch
 
 def encode(hint: Hint, key: HintKey) -> bytes:
     "The file's content."
-    body = {**asdict(hint), 'estimate': hint.estimate._asdict(), 'key': asdict(key), 'version': HINT_VERSION}
+    body = {**asdict(hint), 'estimate': hint.estimate._asdict(),
+            'key': asdict(key), 'version': HINT_VERSION}
     return canonical({**body, 'sum': hashlib.sha256(canonical(body)).hexdigest()})
 
 # %% ../nbs/23_hints.ipynb #71497177
@@ -106,10 +107,12 @@ def decode(data: bytes, # content of a file, whatever it is
     if len(data) > MAX_BYTES: raise ValueError('longer than any hint')
     try: return _parse(json.loads(data), key)
     except json.JSONDecodeError: raise ValueError('not JSON') from None
-    except (TypeError, KeyError, AttributeError, RecursionError): raise ValueError('not a hint') from None
+    except (TypeError, KeyError, AttributeError, RecursionError):
+        raise ValueError('not a hint') from None
 
 def _parse(body: dict, key: HintKey) -> Hint:
-    if body.get('version') != HINT_VERSION: raise ValueError(f'version {body.get("version")!r}, not {HINT_VERSION}')
+    version = body.get('version')
+    if version != HINT_VERSION: raise ValueError(f'version {version!r}, not {HINT_VERSION}')
     claimed = body.pop('sum', None)
     if claimed != hashlib.sha256(canonical(body)).hexdigest(): raise ValueError('checksum differs')
     if body.pop('key') != asdict(key): raise ValueError('another pairing, machine or version')
@@ -133,7 +136,7 @@ def write_atomically(path: Path, data: bytes) -> None:
     except BaseException:
         with contextlib.suppress(OSError): tmp.unlink()
         raise
-    with contextlib.suppress(OSError): # the new name should reach the disk too; some systems cannot say so
+    with contextlib.suppress(OSError): # the name should reach the disk too; not all systems can
         fd = os.open(path.parent, os.O_RDONLY)
         try: os.fsync(fd)
         finally: os.close(fd)
@@ -141,7 +144,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 # %% ../nbs/23_hints.ipynb #f3b0575c
 @contextlib.contextmanager
 def locked(directory: Path) -> Generator[bool]: # yields whether the lock is ours
-    "Hold the directory's lock, if it can be had within half a second. Raises OSError if it cannot be opened."
+    "Hold the directory's lock, if it can be had within half a second. Raises OSError."
     fd = os.open(directory / '.lock', os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try: yield _lock(fd)
     finally: os.close(fd)
@@ -188,18 +191,20 @@ class HintFile:
             with locked(self.path.parent): write_atomically(self.path, encode(hint, self.key))
         except OSError as e: self._memory_only(e)
 
-    def _put_aside(self, why: ValueError) -> None: # under the lock: somebody may have replaced it since
-        log.warning(f'The MTP hint {self.path.name} is ignored ({why}); the pairing will be measured again.')
+    def _put_aside(self, why: ValueError) -> None: # under the lock: it may be a new one by now
+        log.warning(f'The MTP hint {self.path.name} is ignored ({why}) and measured again.')
         with contextlib.suppress(OSError), locked(self.path.parent) as ours:
-            if ours and not believable(self.path, self.key): os.replace(self.path, self.path.with_suffix('.bad'))
+            if ours and not believable(self.path, self.key):
+                os.replace(self.path, self.path.with_suffix('.bad'))
 
     def _sweep(self) -> None: # under the lock every temporary file is a leftover
         with contextlib.suppress(OSError), locked(self.path.parent) as ours:
             for p in self.path.parent.glob('.*.tmp') if ours else (): p.unlink(missing_ok=True)
 
     def _memory_only(self, why: OSError) -> None:
-        if not self.warned: log.warning(f'The MTP verdict is kept in memory only: {self.path.parent}: {why.strerror}.')
+        if self.warned: return
         self.warned = True
+        log.warning(f'MTP verdicts are kept in memory only: {self.path.parent}: {why.strerror}.')
 
 # %% ../nbs/23_hints.ipynb #92b193d0
 def all_hints(directory: Path) -> list[tuple[HintKey, Hint]]: # in order of writing

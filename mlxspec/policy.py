@@ -24,7 +24,8 @@ from .hints import Hint, HintFile
 __all__ = ['NO_GPU', 'SCHEMA_VERSION', 'STATES', 'REASONS', 'SET_IN', 'State', 'STARVED_AFTER', 'log', 'Pairing', 'Gpu',
            'gpu_keys', 'check_nulls', 'wire_body', 'health_body', 'MtpPolicySnapshot', 'Unavailable', 'Declined',
            'Forced', 'Profiling', 'Settled', 'first_state', 'static_default', 'settle', 'after_sample', 'after_miss',
-           'starved_by', 'measured', 'state_fields', 'snapshot_of', 'MtpPolicy', 'say']
+           'starved_by', 'measured', 'profiling_fields', 'settled_fields', 'state_fields', 'snapshot_of', 'still_good',
+           'MtpPolicy', 'say', 'say_progress', 'say_verdict']
 
 # %% ../nbs/23_policy.ipynb #337e8449
 class Pairing(NamedTuple):
@@ -55,23 +56,28 @@ SET_IN = dict(reason={'unavailable'}, decline_detail={'exactness_declined'}, ver
 def check_nulls(snap: MtpPolicySnapshot) -> None:
     "Hold a snapshot against the table; ValueError names the field that contradicts it."
     for name, states in SET_IN.items():
-        if (getattr(snap, name) is not None) != (snap.state in states):
-            raise ValueError(f'{name} must be {"set" if snap.state in states else "None"} in state {snap.state}')
+        want = 'set' if snap.state in states else 'None'
+        if (getattr(snap, name) is not None) != (want == 'set'):
+            raise ValueError(f'{name} must be {want} in state {snap.state}')
     if (snap.mtp_enabled is None) != (snap.reason == 'worker_not_ready'):
         raise ValueError('mtp_enabled is None exactly while the worker is not ready')
-    if snap.state not in ('settled', 'profiling') and (snap.samples or snap.acceptance_rate is not None):
+    if snap.state in ('settled', 'profiling'): return
+    if snap.samples or snap.acceptance_rate is not None:
         raise ValueError(f'nothing was measured in state {snap.state}')
 
 # %% ../nbs/23_policy.ipynb #84114cae
 def wire_body(snap: MtpPolicySnapshot) -> dict: # JSON values, the caller's own
     "The body of `GET /v1/internal/mtp-policy`."
     d = {f.name: copy.deepcopy(getattr(snap, f.name)) for f in fields(snap)}
-    return {'schema_version': SCHEMA_VERSION, **{k: list(v) if isinstance(v, tuple) else v for k, v in d.items()}}
+    by_position = d['acceptance_by_position']
+    if by_position is not None: d['acceptance_by_position'] = list(by_position)
+    return {'schema_version': SCHEMA_VERSION, **d}
 
 def health_body(snap: MtpPolicySnapshot) -> dict: # JSON values, the caller's own
     "What `/health` carries as `observability.mtp_policy`."
     d = wire_body(snap)
-    return {'status': d.pop('state'), **{k: v for k, v in d.items() if k not in ('schema_version', 'samples_remaining')}}
+    for k in ('schema_version', 'samples_remaining'): del d[k]
+    return {'status': d.pop('state'), **d}
 
 # %% ../nbs/23_policy.ipynb #59971791
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +114,8 @@ class MtpPolicySnapshot:
 
     def __post_init__(self): check_nulls(self)
     @classmethod
-    def unavailable(cls, reason: str, mtp_enabled: bool | None, gpu: Gpu = NO_GPU) -> MtpPolicySnapshot:
+    def unavailable(cls, reason: str, mtp_enabled: bool | None, # None: nobody knows yet
+                    gpu: Gpu = NO_GPU) -> MtpPolicySnapshot:
         return cls(state='unavailable', reason=reason, mtp_enabled=mtp_enabled, **gpu_keys(gpu))
     @classmethod
     def of(cls, pair: Pairing, state: str, gpu: Gpu = NO_GPU, **more) -> MtpPolicySnapshot:
@@ -162,7 +169,8 @@ def first_state(mtp: bool, # there is an MTP drafter, and the mode can run it
     return Settled(hint, restored=True) if hint else Profiling(gate=gate)
 
 # %% ../nbs/23_policy.ipynb #34171196
-def static_default(apple_generation: int | None) -> bool: # 13 is M1, .. 17 is M5; None: not an Apple GPU
+def static_default(apple_generation: int | None, # 13 is M1, .. 17 is M5; None: no Apple GPU
+                  ) -> bool:
     "Should speculation run where nothing was measured?"
     return apple_generation is not None and apple_generation >= 15
 
@@ -172,7 +180,8 @@ def settle(says: str, # the verdict
            p: Profiling, now: float) -> Settled: # now: seconds since the epoch
     "Turn evidence into a hint."
     e = estimate(p.samples)
-    return Settled(Hint(says, by, round_half_away(e.acceptance), len(p.samples), p.required, e, now), restored=False)
+    rate = round_half_away(e.acceptance)
+    return Settled(Hint(says, by, rate, len(p.samples), p.required, e, now), restored=False)
 
 def after_sample(p: Profiling, s: Sample,
                  static: bool, # the hardware default
@@ -200,32 +209,52 @@ def starved_by(p: Profiling) -> str | None:
     if p.gate or len(p.misses) < STARVED_AFTER: return p.gate
     return Counter(p.misses).most_common(1)[0][0]
 
-# %% ../nbs/23_policy.ipynb #d837aa09
+# %% ../nbs/23_policy.ipynb #953261d5
 def measured(e: Estimate) -> dict:
     "The additive fields that come from an estimate."
-    r = lambda x: round_half_away(x, 3)
-    return dict(estimated_speedup=r(e.speedup), speedup_low=r(e.low), speedup_high=r(e.high), plain_ms_per_token=r(e.plain_ms),
-                spec_ms_per_token=r(e.spec_ms), tokens_per_round=r(e.tokens_per_round), acceptance_by_position=tuple(map(r, e.kept)))
+    names = ('estimated_speedup', 'speedup_low', 'speedup_high', 'plain_ms_per_token',
+             'spec_ms_per_token', 'tokens_per_round')
+    return {**{k: round_half_away(x, 3) for k, x in zip(names, e[:6], strict=True)},
+            'acceptance_by_position': tuple(round_half_away(x, 3) for x in e.kept)}
+
+def profiling_fields(p: Profiling) -> dict:
+    "What is published while measuring."
+    n, e = len(p.samples), estimate(p.samples) if p.samples else None
+    return dict(state='profiling', mtp_enabled=True, acceptance_rate=e and e.acceptance, samples=n,
+                samples_required=p.required, samples_remaining=max(0, p.required - n),
+                starved_by=starved_by(p), **(measured(e) if e else {}))
+
+def settled_fields(s: Settled) -> dict:
+    "What is published of a verdict."
+    h = s.hint
+    return dict(state='settled', verdict=h.verdict, mtp_enabled=h.verdict == 'enable',
+                acceptance_rate=h.acceptance_rate, samples=h.samples,
+                samples_required=h.samples_required, settled_by=h.settled_by, restored=s.restored,
+                settled_at=time.strftime('%Y-%m-%d', time.gmtime(h.written_at)),
+                **measured(h.estimate))
 
 def state_fields(s: State) -> dict:
     "What a state says of itself, pairing and GPU apart."
     match s:
-        case Unavailable(reason, on): return dict(state='unavailable', reason=reason, mtp_enabled=on)
-        case Declined(detail): return dict(state='exactness_declined', decline_detail=detail, mtp_enabled=False)
+        case Unavailable(reason, on):
+            return dict(state='unavailable', reason=reason, mtp_enabled=on)
+        case Declined(detail):
+            return dict(state='exactness_declined', decline_detail=detail, mtp_enabled=False)
         case Forced(on): return dict(state='forced', mtp_enabled=on)
-        case Profiling(samples, required):
-            e = estimate(samples) if samples else None
-            return dict(state='profiling', mtp_enabled=True, acceptance_rate=e and e.acceptance, samples=len(samples), starved_by=starved_by(s),
-                        samples_required=required, samples_remaining=max(0, required - len(samples)), **(measured(e) if e else {}))
-        case Settled(h, restored):
-            return dict(state='settled', verdict=h.verdict, mtp_enabled=h.verdict == 'enable', acceptance_rate=h.acceptance_rate, samples=h.samples,
-                        samples_required=h.samples_required, settled_by=h.settled_by, restored=restored,
-                        settled_at=time.strftime('%Y-%m-%d', time.gmtime(h.written_at)), **measured(h.estimate))
+        case Profiling(): return profiling_fields(s)
+        case Settled(): return settled_fields(s)
 
-def snapshot_of(s: State, pair: Pairing | None, gpu: Gpu = NO_GPU, exactness: dict | None = None) -> MtpPolicySnapshot:
+def snapshot_of(s: State, pair: Pairing | None, gpu: Gpu = NO_GPU,
+                exactness: dict | None = None) -> MtpPolicySnapshot:
     "What is published of a state."
     about = {} if pair is None or isinstance(s, Unavailable) else pair._asdict()
     return MtpPolicySnapshot(**about, **gpu_keys(gpu), exactness=exactness, **state_fields(s))
+
+# %% ../nbs/23_policy.ipynb #55b8f0d2
+def still_good(hints: HintFile | None, now: float) -> Hint | None: # now: seconds since the epoch
+    "The persisted hint, unless it is too old."
+    hint = hints.load() if hints else None
+    return None if hint is None or hint.expired(now) else hint
 
 # %% ../nbs/23_policy.ipynb #3d32956b
 log = logging.getLogger('mlxspec')
@@ -233,40 +262,38 @@ log = logging.getLogger('mlxspec')
 class MtpPolicy:
     "Decides whether single requests of one pairing may speculate; owned by one thread."
     def __init__(self, pair: Pairing | None, # None: no MTP drafter, or no path for one
-                 *, declined: str | None = None, # the exactness probe's sentence if no K >= 2 is exact
+                 *, declined: str | None = None, # the probe's sentence if no K >= 2 is exact
                  hints: HintFile | None = None,  # None: remember nothing
                  gpu: Gpu = NO_GPU, exactness: dict | None = None, # published as they are
                  static: bool = False,           # the hardware default
-                 publish: Callable[[MtpPolicySnapshot], None] = lambda s: None, # called with every new snapshot
+                 publish: Callable[[MtpPolicySnapshot], None] = lambda s: None, # on every change
                  now: Callable[[], float] = time.time, # seconds since the epoch
                  **options): # allow_inexact, adaptive, pin, gate: as for `first_state`
-        self.pair, self.hints, self.static, self.now, self.publish = pair, hints, static, now, publish
-        self.gpu, self.exactness = gpu, exactness
-        self._enter(first_state(pair is not None, declined, self._load, static=static, **options))
+        self.pair, self.hints, self.static, self.now = pair, hints, static, now
+        self.gpu, self.exactness, self.publish = gpu, exactness, publish
+        self.snapshot = MtpPolicySnapshot.unavailable('worker_not_ready', None, gpu)
+        load = lambda: still_good(self.hints, self.now())
+        self._enter(first_state(pair is not None, declined, load, static=static, **options))
         if isinstance(self.state, Declined): log.warning(self.state.detail)
 
-    def open(self) -> Tally:
-        "A single request begins."
-        if isinstance(self.state, Settled) and self.state.hint.expired(self.now()): self._enter(Profiling())
+    def open(self) -> Tally: # of a request that begins; alone, width 1
+        if isinstance(self.state, Settled) and self.state.hint.expired(self.now()):
+            self._enter(Profiling())
         return Tally(self.pair.block_size if self.pair else 1)
 
-    def arm(self, t: Tally) -> str: # 'spec' or 'plain'
-        "The arm of the request's next step."
+    def arm(self, t: Tally) -> str: # 'spec' or 'plain': the request's next step
         return self._fixed or t.arm()
 
-    def step(self, t: Tally, r: StepResult) -> None:
-        "The step is done."
+    def step(self, t: Tally, r: StepResult) -> None: # the step is done
         if not self._fixed: t.add(r)
 
-    def close(self, t: Tally, refused: str | None = None) -> None:
-        "The generation is finished; a cancelled one is not closed, it says nothing."
+    def close(self, t: Tally, refused: str | None = None) -> None: # the generation is finished
         if not isinstance(self.state, Profiling): return
         why = refused or why_not(t)
         if why: self._enter(after_miss(self.state, why))
         else: self.record(sample_of(t))
 
-    def record(self, s: Sample) -> None:
-        "Take a qualifying sample; it counts for nothing once there is a verdict."
+    def record(self, s: Sample) -> None: # a qualifying sample; ignored once there is a verdict
         if not isinstance(self.state, Profiling): return
         self._enter(after_sample(self.state, s, self.static, self.now()))
         if isinstance(self.state, Settled) and self.hints: self.hints.save(self.state.hint)
@@ -274,40 +301,45 @@ class MtpPolicy:
     @property
     def profiling(self) -> bool: return not self._fixed
 
-    def _load(self) -> Hint | None:
-        hint = self.hints.load() if self.hints else None
-        return None if hint is None or hint.expired(self.now()) else hint
-
     def _enter(self, state: State) -> None:
-        old = getattr(self, 'snapshot', None)
-        self.state, self.snapshot = state, snapshot_of(state, self.pair, self.gpu, self.exactness)
-        self._fixed = '' if isinstance(state, Profiling) else 'spec' if self.snapshot.mtp_enabled else 'plain'
+        old, self.state = self.snapshot, state
+        self.snapshot = snapshot_of(state, self.pair, self.gpu, self.exactness)
+        on = 'spec' if self.snapshot.mtp_enabled else 'plain'
+        self._fixed = '' if isinstance(state, Profiling) else on
         if self.snapshot != old: self.publish(self.snapshot)
 
-# %% ../nbs/23_policy.ipynb #8a53ae8e
+# %% ../nbs/23_policy.ipynb #b959313f
 def say(body: Mapping, # as the endpoint gave it, perhaps from another version of the server
-        pair: Pairing | None = None, # the pairing that is being shown; None: whatever the body is about
+        pair: Pairing | None = None, # the pairing that is being shown; None: the body's own
        ) -> str: # one line
     "What a body means, in words."
-    if body.get('schema_version') != SCHEMA_VERSION: return f'unreadable: schema version {body.get("schema_version")}'
-    if pair and body.get('target') and any(body.get(k) != v for k, v in pair._asdict().items()):
+    version, on = body.get('schema_version'), 'on' if body.get('mtp_enabled') else 'off'
+    if version != SCHEMA_VERSION: return f'unreadable: schema version {version}'
+    about = {k: body.get(k) for k in Pairing._fields}
+    if pair and about['target'] and about != pair._asdict():
         return 'no verdict for this pairing: the server runs another one'
     match body.get('state'), body.get('reason') or body.get('verdict'):
-        case 'settled', str(v) if v in VERDICTS: return _say_verdict(body, v == 'enable')
-        case 'profiling', _:
-            held = f'; held back by {body["starved_by"]}' if body.get('starved_by') else ''
-            return f'measuring: {body["samples"]} of {body["samples_required"]} single-request generations done{held}'
-        case 'forced', _: return f'pinned {"on" if body["mtp_enabled"] else "off"} by MLXSPEC_ENABLE_MTP_B1, not measured'
-        case 'exactness_declined', _: return f'MTP configured but vetoed; running classic decode: {body["decline_detail"]}'
+        case 'settled', v if v in VERDICTS: return say_verdict(body, on)
+        case 'profiling', _: return say_progress(body)
+        case 'forced', _: return f'pinned {on} by MLXSPEC_ENABLE_MTP_B1, not measured'
+        case 'exactness_declined', _:
+            return f'MTP configured but vetoed; running classic decode: {body["decline_detail"]}'
         case 'unavailable', 'no_mtp_dispatch': return 'no MTP drafter'
-        case 'unavailable', 'adaptive_disabled': return f'not measured: MLXSPEC_MTP_ADAPTIVE is off, MTP is {"on" if body["mtp_enabled"] else "off"}'
+        case 'unavailable', 'adaptive_disabled':
+            return f'not measured: MLXSPEC_MTP_ADAPTIVE is off, MTP is {on}'
         case 'unavailable', 'worker_not_ready': return 'the model is still loading'
     return 'no verdict to render'
 
-def _say_verdict(b: Mapping, on: bool) -> str:
-    what = 'MTP is on' if on else 'MTP is off'
-    if b.get('settled_by') == 'static_default': return f'not measured: hardware default, {what}'
+def say_progress(b: Mapping) -> str:
+    "How far the measuring is."
+    done = f'measuring: {b["samples"]} of {b["samples_required"]} single-request generations done'
+    return done + (f'; held back by {b["starved_by"]}' if b.get('starved_by') else '')
+
+def say_verdict(b: Mapping, on: str) -> str: # on: 'on' or 'off'
+    "A verdict, or the default that stands in for one."
+    if b.get('settled_by') == 'static_default':
+        return f'not measured: hardware default, MTP is {on}'
     x, low, high = (b.get(k) for k in ('estimated_speedup', 'speedup_low', 'speedup_high'))
-    if None in (x, low, high): return f'measured, {what}'
+    if x is None or low is None or high is None: return f'measured, MTP is {on}'
     r = lambda v: f'{round_half_away(v):.2f}'
-    return f'measured, {what}: {r(x)} times plain speed ({r(low)} to {r(high)})'
+    return f'measured, MTP is {on}: {r(x)} times plain speed ({r(low)} to {r(high)})'

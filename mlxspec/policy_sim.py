@@ -23,7 +23,7 @@ __all__ = ['World', 'tokens_per_round', 'acceptance', 'round_cost', 'Served', 's
 @dataclass(frozen=True)
 class World:
     "A scripted machine."
-    speedup: float          # true plain time per token / speculative time per token, geometric mean over prompts
+    speedup: float          # true plain / speculative time per token, geometric mean over prompts
     noise: float = 0.1      # standard deviation of the log of a step's time
     keep: float = 0.6       # acceptance of the median prompt
     drift: float = 0.5      # standard deviation of the logit of acceptance between prompts
@@ -40,7 +40,8 @@ def acceptance(w: World, z: float) -> float: # z: how easy the prompt is, in sta
 def round_cost(w: World) -> float: # in plain steps
     "Cost of a verify round that gives the world its speedup."
     zs = (NormalDist().inv_cdf((i + .5) / 100) for i in range(100))
-    return math.exp(fmean(math.log(tokens_per_round(acceptance(w, z), w.k)) for z in zs)) / w.speedup
+    logs = (math.log(tokens_per_round(acceptance(w, z), w.k)) for z in zs)
+    return math.exp(fmean(logs)) / w.speedup
 
 # %% ../nbs/25_policy_sim.ipynb #a926b564
 class Served(NamedTuple):
@@ -54,19 +55,23 @@ def serve(w: World, policy: MtpPolicy, rng: random.Random, cost: float, # cost: 
          ) -> Served:
     "Serve one request of random length and difficulty."
     p, left, t = acceptance(w, rng.gauss(0, 1)), rng.randint(*w.tokens), policy.open()
-    total, spent, time = {'plain': 0, 'spec': 0}, {'plain': 0.0, 'spec': 0.0}, 0.0
+    tokens, spent, time = {'plain': 0, 'spec': 0}, {'plain': 0.0, 'spec': 0.0}, 0.0
     while left > 0:
-        arm, n = policy.arm(t), 0
+        arm, kept = policy.arm(t), 0
         if arm == 'spec':
-            while n < w.k - 1 and rng.random() < p: n += 1
+            while kept < w.k - 1 and rng.random() < p: kept += 1
         nominal = cost if arm == 'spec' else 1.0
         wall = nominal * rng.lognormvariate(0, w.noise) * (10 if rng.random() < w.spikes else 1)
         if first and arm == 'spec': wall, first = wall * w.compile, False
-        policy.step(t, StepResult('verify', wall, n + 1, w.k, w.k - 1, n) if arm == 'spec' else StepResult('plain', wall, 1))
-        total[arm], spent[arm], time, left = total[arm] + n + 1, spent[arm] + wall, time + nominal, left - n - 1
+        policy.step(t, StepResult('verify', wall, kept + 1, w.k, w.k - 1, kept)
+                    if arm == 'spec' else StepResult('plain', wall, 1))
+        tokens[arm] += kept + 1
+        spent[arm] += wall
+        time, left = time + nominal, left - kept - 1
     policy.close(t)
-    simple = spent['plain'] / total['plain'] / (spent['spec'] / total['spec']) if all(total.values()) else None
-    return Served(simple, sum(total.values()), time)
+    both = all(tokens.values())
+    simple = spent['plain'] / tokens['plain'] / (spent['spec'] / tokens['spec']) if both else None
+    return Served(simple, sum(tokens.values()), time)
 
 # %% ../nbs/25_policy_sim.ipynb #c4bc8d1d
 class Run(NamedTuple):
@@ -74,8 +79,8 @@ class Run(NamedTuple):
     verdict: str            # 'enable' or 'decline'
     measured: bool          # False: the hardware default decided
     requests: int           # served until settled
-    cost: float             # extra time of these requests, as a share of serving them with the better arm
-    simple: str | None      # what the simple rule says: 'enable', 'decline' or None for the hardware default
+    cost: float             # extra time of these requests, relative to the better arm's
+    simple: str | None      # what the simple rule says; None: the hardware default decides
 
 def simple_rule(speedups: list[float]) -> str | None: # one per request
     "Four samples, two thresholds."
@@ -84,13 +89,12 @@ def simple_rule(speedups: list[float]) -> str | None: # one per request
 
 def run(w: World, seed: int) -> Run:
     "Serve requests until the policy settles, and at least four for the simple rule."
-    rng, cost, policy = random.Random(seed), round_cost(w), MtpPolicy(Pairing('t', 'd', 'sim', w.k))
-    served, simple = [], []
-    while policy.profiling:
-        served.append(serve(w, policy, rng, cost, first=not served))
-        simple.append(served[-1].simple)
-    twin = MtpPolicy(Pairing('t', 'd', 'sim', w.k)) # goes on measuring where the policy had seen enough
-    while sum(x is not None for x in simple) < 4: simple.append(serve(w, twin, rng, cost).simple)
-    s, best = policy.snapshot, min(1.0, 1 / w.speedup)
-    extra = sum(x.time for x in served) / (best * sum(x.tokens for x in served)) - 1
-    return Run(s.verdict or '', s.settled_by == 'measured', len(served), extra, simple_rule([x for x in simple if x is not None]))
+    rng, cost, pair = random.Random(seed), round_cost(w), Pairing('t', 'd', 'sim', w.k)
+    policy, twin, served = MtpPolicy(pair), MtpPolicy(pair), []
+    while policy.profiling: served.append(serve(w, policy, rng, cost, first=not served))
+    simple = [x.simple for x in served if x.simple is not None]
+    while len(simple) < 4: # the simple rule has not seen enough yet
+        simple += [x for x in [serve(w, twin, rng, cost).simple] if x is not None]
+    s, best = policy.snapshot, min(1.0, 1 / w.speedup) * sum(x.tokens for x in served)
+    extra = sum(x.time for x in served) / best - 1
+    return Run(str(s.verdict), s.settled_by == 'measured', len(served), extra, simple_rule(simple))
