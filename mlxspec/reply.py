@@ -41,8 +41,10 @@ def read_calls(body: str) -> list[Piece]: # what stands between the markers
     except RecursionError: raise ValueError('nested too deeply') from None
     calls = found if isinstance(found, list) else [found]
     for c in calls:
-        if not (isinstance(c, dict) and isinstance(c.get('name'), str) and c['name']): raise ValueError('no name')
-    return [Piece('call', arguments_text(c.get('arguments', c.get('parameters'))), c['name']) for c in calls]
+        if not (isinstance(c, dict) and isinstance(c.get('name'), str) and c['name']):
+            raise ValueError('no name')
+    args = [arguments_text(c.get('arguments', c.get('parameters'))) for c in calls]
+    return [Piece('call', a, c['name']) for a, c in zip(args, calls, strict=True)]
 
 # %% ../nbs/29_reply.ipynb #c87d3cb8
 def inside_string(body: str) -> bool:
@@ -121,16 +123,18 @@ def end_call(s: State, at: int, # end of the call's body in `buf`
 # %% ../nbs/29_reply.ipynb #c40242cd
 class Splitter:
     "Cuts a text into pieces, delta by delta."
-    def __init__(self, think: Markers | None = None, # such as ('<think>', '</think>')
-                 tool: Markers | None = None,        # such as ('<tool_call>', '</tool_call>'); None: calls are content
-                 thinking: bool = False):            # the prompt has opened a thought already
-        self._s = State(think, tool, 'reasoning' if thinking and think else 'content', fresh=thinking)
+    def __init__(self, think: Markers | None = None, # ('<think>', '</think>')
+                 tool: Markers | None = None, # ('<tool_call>', '</tool_call>'); None: calls are content
+                 thinking: bool = False):     # the prompt has opened a thought already
+        mode = 'reasoning' if thinking and think else 'content'
+        self._s = State(think, tool, mode, fresh=thinking)
 
     def feed(self, text: str) -> list[Piece]:
         "Take the next delta; return the pieces that are certain."
         self._s.buf += text
         out: list[Piece] = []
-        while (more := (cut_call if self._s.mode == 'call' else cut_text)(self._s)) is not None: out += more
+        cut = lambda: (cut_call if self._s.mode == 'call' else cut_text)(self._s)
+        while (more := cut()) is not None: out += more
         return out
 
     def end(self) -> list[Piece]:
@@ -149,6 +153,7 @@ def join(pieces: list[Piece]) -> list[Piece]:
     "Neighbours of the same kind become one; calls stay apart."
     out: list[Piece] = []
     for p in pieces:
-        if out and p.kind == out[-1].kind != 'call': out[-1] = p._replace(text=out[-1].text + p.text)
+        if out and p.kind == out[-1].kind != 'call':
+            out[-1] = p._replace(text=out[-1].text + p.text)
         else: out.append(p)
     return out

@@ -47,7 +47,7 @@ def once(fn: Callable, # runs on the owner thread
 
 # %% ../nbs/30_scheduler.ipynb #5980d5b7
 def advance(work: Work, # not ended yet
-           ) -> tuple[str, Any]: # ('more', lane), ('completed', result), or ('failed' | 'cancelled', error)
+           ) -> tuple[str, Any]: # ('more', lane), ('completed', result), ('failed' or 'cancelled', error)
     "Do one step. Work that was withdrawn is closed instead; if it had not started, it never runs."
     try:
         if not work.started:
@@ -211,7 +211,7 @@ class ModelWorkScheduler:
         with self._desk.cond: return snapshot(self._desk, self.mode)
 
     def shutdown(self, drain: bool = False, # finish what is there; else cancel it
-                 timeout: float = 10.0, # seconds to wait for the drain, and again for cancelled work
+                 timeout: float = 10.0, # seconds for the drain, and again for cancelled work
                 ) -> bool: # whether the owner ended in time
         "Take no more work and end the owner. Afterwards no future is open. Idempotent."
         atexit.unregister(self.shutdown)
