@@ -14,13 +14,14 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from .core import Chunk, Emitted, EngineError, MlxspecError, Params, RequestError, RequestStats
+from .core import (Chunk, Emitted, EngineError, MlxspecError, Params, RequestError,
+                          RequestStats)
 from .reply import Piece, Splitter
 
 # %% auto #0
 __all__ = ['CATALOGUE', 'MAX_DEPTH', 'Int', 'Num', 'Stops', 'UNSUPPORTED', 'ROLES', 'RESERVED', 'SAME', 'DONE', 'Entry',
-           'error_body', 'Later', 'fault', 'path_of', 'check_tree', 'read_body', 'whole', 'Strict', 'StreamOptions',
-           'Speculation', 'Function', 'Tool', 'ChatRequest', 'check_supported', 'first_problem', 'read_chat',
+           'error_body', 'Later', 'fault', 'path_of', 'check_tree', 'read_body', 'whole', 'Strict', 'Function', 'Tool',
+           'StreamOptions', 'Speculation', 'ChatRequest', 'check_supported', 'first_problem', 'read_chat',
            'text_content', 'past_call', 'template_message', 'template_inputs', 'read_bias', 'to_params', 'usage',
            'speculation', 'account', 'call_entry', 'delta_of', 'logprob_entry', 'logprob_content', 'Head', 'Answer',
            'chat_body', 'frame', 'ChatStream']
@@ -34,12 +35,15 @@ class Entry(NamedTuple):
 
 CATALOGUE = {code: Entry(status, kind, when) for status, kind, codes in (
     (400, 'invalid_request_error', dict(
-        invalid_json='the body is not a JSON object', invalid_type='a field has the wrong type',
+        invalid_json='the body is not a JSON object',
+        invalid_type='a field has the wrong type',
         invalid_value='a field has a value that cannot be used',
         unsupported_parameter='a field is known, but not supported here',
         context_length_exceeded='prompt and answer do not fit the context')),
-    (404, 'not_found_error', dict(model_not_found='no such model is served', unknown_url='no such route')),
-    (405, 'invalid_request_error', dict(method_not_allowed='the route exists with another method')),
+    (404, 'not_found_error', dict(
+        model_not_found='no such model is served', unknown_url='no such route')),
+    (405, 'invalid_request_error', dict(
+        method_not_allowed='the route exists with another method')),
     (408, 'invalid_request_error', dict(request_timeout='the body did not arrive in time')),
     (413, 'invalid_request_error', dict(request_too_large='the body is too large')),
     (415, 'invalid_request_error', dict(unsupported_media_type='the body is not declared as JSON')),
@@ -47,8 +51,10 @@ CATALOGUE = {code: Entry(status, kind, when) for status, kind, codes in (
     (429, 'rate_limit_error', dict(queue_full='too many requests wait; with Retry-After')),
     (499, 'invalid_request_error', dict(cancelled='the client went away; nobody reads this')),
     (500, 'server_error', dict(engine_error='the engine failed this request')),
-    (503, 'unavailable_error', dict(loading_model='the model is loading; with Retry-After', server_shutting_down='the server stops',
-                                    engine_stalled='the engine does not move')),
+    (503, 'unavailable_error', dict(
+        loading_model='the model is loading; with Retry-After',
+        server_shutting_down='the server stops; with Retry-After',
+        engine_stalled='the engine does not move')),
 ) for code, when in codes.items()}
 
 def error_body(message: str, # one sentence for a person
@@ -56,7 +62,8 @@ def error_body(message: str, # one sentence for a person
                param: str | None = None, # path of the field at fault
               ) -> dict:
     "An error in OpenAI's shape."
-    return {'error': {'message': message, 'type': CATALOGUE[code].type, 'param': param, 'code': code}}
+    kind = CATALOGUE[code].type
+    return {'error': {'message': message, 'type': kind, 'param': param, 'code': code}}
 
 # %% ../nbs/40_wire.ipynb #e19fcc97
 class Later(RequestError):
@@ -68,7 +75,8 @@ class Later(RequestError):
 
 def fault(e: BaseException, request_id: str) -> tuple[int, dict]: # status, body
     "What the client is told about an exception."
-    if not isinstance(e, MlxspecError): e = EngineError(f'Internal error; the server log has more under {request_id}.')
+    if not isinstance(e, MlxspecError):
+        e = EngineError(f'Internal error; the server log has more under {request_id}.')
     code = e.code if e.code in CATALOGUE else 'engine_error'
     return CATALOGUE[code].status, error_body(str(e), code, getattr(e, 'param', None))
 
@@ -84,19 +92,23 @@ def check_tree(value: Any) -> None:
     todo: list[tuple[Any, tuple]] = [(value, ())]
     while todo:
         v, loc = todo.pop()
-        if len(loc) > MAX_DEPTH: raise RequestError(f'The body is nested deeper than {MAX_DEPTH} levels.', path_of(loc[:3]))
-        if isinstance(v, dict): todo += [(x, (*loc, k)) for k, x in v.items()] + [(k, loc) for k in v]
+        if len(loc) > MAX_DEPTH:
+            raise RequestError(f'The body is nested deeper than {MAX_DEPTH} levels.', path_of(loc[:3]))
+        if isinstance(v, dict):
+            todo += [(x, (*loc, k)) for k, x in v.items()] + [(k, loc) for k in v]
         elif isinstance(v, list): todo += [(x, (*loc, i)) for i, x in enumerate(v)]
         elif isinstance(v, str):
             try: v.encode()
-            except UnicodeEncodeError: raise RequestError('Text holds half of a surrogate pair.', path_of(loc[:8])) from None
+            except UnicodeEncodeError:
+                raise RequestError('Text holds half of a surrogate pair.', path_of(loc[:8])) from None
 
 def read_body(raw: bytes) -> dict:
     "The JSON object in a request's body. Raises `RequestError`."
     try: body = json.loads(raw.decode())
     except (ValueError, RecursionError):
         raise RequestError('The body is not valid JSON in UTF-8.', None, 'invalid_json') from None
-    if not isinstance(body, dict): raise RequestError('The body must be a JSON object.', None, 'invalid_json')
+    if not isinstance(body, dict):
+        raise RequestError('The body must be a JSON object.', None, 'invalid_json')
     check_tree(body)
     return body
 
@@ -108,21 +120,27 @@ Num = Annotated[float, Field(allow_inf_nan=False)]
 Stops = Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=16),
                   BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
 
-class Strict(BaseModel): model_config = ConfigDict(strict=True, extra='ignore')
-class StreamOptions(Strict): include_usage: bool = False
-class Speculation(Strict): disable: bool = False
+class Strict(BaseModel):
+    "Types as they are written."
+    model_config = ConfigDict(strict=True, extra='ignore')
 
+# %% ../nbs/40_wire.ipynb #451b8bfe
 class Function(Strict):
+    "A function that the model may call."
     model_config = ConfigDict(strict=True, extra='allow')
     name: str = Field(min_length=1, max_length=64)
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
 class Tool(Strict):
+    "An entry of `tools`."
     type: Literal['function']
     function: Function
 
 # %% ../nbs/40_wire.ipynb #19ab9a69
+class StreamOptions(Strict): include_usage: bool = False
+class Speculation(Strict): disable: bool = False
+
 class ChatRequest(Strict):
     "The body of `POST /v1/chat/completions`. Fields that nobody knows are ignored."
     messages: list[dict[str, Any]] = Field(min_length=1)
@@ -154,20 +172,22 @@ class ChatRequest(Strict):
     @property
     def reads_calls(self) -> bool: return bool(self.tools) and self.tool_choice != 'none'
 
-# %% ../nbs/40_wire.ipynb #710c2fa6
+# %% ../nbs/40_wire.ipynb #9bcb3b74
 UNSUPPORTED: dict[str, tuple] = dict( # field -> values that ask for nothing
-    n=(1,), audio=(), modalities=(['text'],), store=(False,), functions=([],), function_call=('none',),
-    response_format=({'type': 'text'},), prediction=(), web_search_options=(), tool_choice=('auto', 'none'),
-    reasoning_effort=(), verbosity=('medium',), best_of=(1,))
+    n=(1,), audio=(), modalities=(['text'],), store=(False,), functions=([],),
+    function_call=('none',), response_format=({'type': 'text'},), prediction=(),
+    web_search_options=(), tool_choice=('auto', 'none'), reasoning_effort=(), verbosity=('medium',),
+    best_of=(1,))
 
 def check_supported(body: dict) -> None:
     "Refuse known fields that we cannot honour, by name."
     for name, neutral in UNSUPPORTED.items():
         v = whole(body.get(name))
         if v is not None and not any(type(v) is type(x) and v == x for x in neutral):
-            raise RequestError(f'{name} is not supported here' + ('.' if not neutral else f' except as {json.dumps(neutral[0])}.'),
-                               name, 'unsupported_parameter')
+            but = f' except as {json.dumps(neutral[0])}' if neutral else ''
+            raise RequestError(f'{name} is not supported here{but}.', name, 'unsupported_parameter')
 
+# %% ../nbs/40_wire.ipynb #710c2fa6
 def first_problem(e: ValidationError) -> RequestError:
     "The first of pydantic's findings, as one sentence about one field."
     d = e.errors(include_url=False, include_input=False)[0]
@@ -184,7 +204,8 @@ def read_chat(body: dict) -> ChatRequest:
     if req.top_logprobs is not None and not req.logprobs:
         raise RequestError('top_logprobs needs logprobs: true.', 'top_logprobs')
     if None not in (a := req.max_tokens, b := req.max_completion_tokens) and a != b:
-        raise RequestError('max_tokens and max_completion_tokens disagree.', 'max_completion_tokens')
+        raise RequestError('max_tokens and max_completion_tokens disagree.',
+                           'max_completion_tokens')
     return req
 
 # %% ../nbs/40_wire.ipynb #795b64df
@@ -195,62 +216,76 @@ def text_content(content: Any, # the field as sent
                 ) -> str | None:
     "The text of a message. Raises `RequestError`."
     if content is None or isinstance(content, str): return content
-    if not isinstance(content, list): raise RequestError(f'{path} must be text or a list of parts.', path, 'invalid_type')
+    if not isinstance(content, list):
+        raise RequestError(f'{path} must be text or a list of parts.', path, 'invalid_type')
     for i, p in enumerate(content):
         kind = p.get('type') if isinstance(p, dict) else None
         if kind != 'text' or not isinstance(p.get('text'), str):
-            code = 'unsupported_parameter' if isinstance(kind, str) and kind != 'text' else 'invalid_type'
-            raise RequestError(f'{path}[{i}] must be a text part; other kinds are not supported.', f'{path}[{i}]', code)
+            other = isinstance(kind, str) and kind != 'text'
+            raise RequestError(f'{path}[{i}] must be a text part; other kinds are not supported.',
+                               f'{path}[{i}]', 'unsupported_parameter' if other else 'invalid_type')
     return ''.join(p['text'] for p in content)
 
+# %% ../nbs/40_wire.ipynb #30f6280c
 def past_call(call: Any, path: str) -> dict:
     "A tool call of an earlier turn, for the template. Raises `RequestError`."
     f = call.get('function') if isinstance(call, dict) else None
-    if not isinstance(f, dict) or not isinstance(f.get('name'), str) or not isinstance(f.get('arguments', ''), str):
-        raise RequestError(f'{path} must be a function call with a name and arguments as text.', path, 'invalid_type')
+    if not (isinstance(f, dict) and isinstance(f.get('name'), str)
+            and isinstance(f.get('arguments', ''), str)):
+        raise RequestError(f'{path} must be a function call with a name and arguments as text.',
+                           path, 'invalid_type')
     try: args = json.loads(f.get('arguments') or '{}')
     except (ValueError, RecursionError): args = f['arguments']
-    return {'id': call.get('id'), 'type': 'function', 'function': {'name': f['name'], 'arguments': args}}
+    return {'id': call.get('id'), 'type': 'function',
+            'function': {'name': f['name'], 'arguments': args}}
 
 # %% ../nbs/40_wire.ipynb #66d69221
 def template_message(m: dict, path: str) -> dict:
     "One message as chat templates expect it. Raises `RequestError`."
     role, calls = m.get('role'), m.get('tool_calls') or []
-    if role not in ROLES: raise RequestError(f'{path}.role must be one of {", ".join(ROLES)}.', f'{path}.role')
-    if not isinstance(calls, list): raise RequestError(f'{path}.tool_calls must be a list.', f'{path}.tool_calls', 'invalid_type')
+    if role not in ROLES:
+        raise RequestError(f'{path}.role must be one of {", ".join(ROLES)}.', f'{path}.role')
+    if not isinstance(calls, list):
+        raise RequestError(f'{path}.tool_calls must be a list.', f'{path}.tool_calls', 'invalid_type')
     content = text_content(m.get('content'), f'{path}.content')
     if content is None and not (role == 'assistant' and calls):
         raise RequestError(f'{path}.content is required.', f'{path}.content')
     out = {'role': 'system' if role == 'developer' else role, 'content': content or ''}
     if role == 'assistant' and calls:
         out['tool_calls'] = [past_call(c, f'{path}.tool_calls[{i}]') for i, c in enumerate(calls)]
-    return out | {k: m[k] for k in ('name', 'tool_call_id', 'reasoning_content') if isinstance(m.get(k), str)}
+    more = ('name', 'tool_call_id', 'reasoning_content')
+    return out | {k: m[k] for k in more if isinstance(m.get(k), str)}
 
 # %% ../nbs/40_wire.ipynb #4750fdbf
-RESERVED = frozenset('''conversation messages tools documents chat_template add_generation_prompt continue_final_message
-    tokenize padding truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs'''.split())
+RESERVED = frozenset('''conversation messages tools documents chat_template add_generation_prompt
+    continue_final_message tokenize padding truncation max_length return_tensors return_dict
+    return_assistant_tokens_mask tokenizer_kwargs'''.split())
 
 def template_inputs(req: ChatRequest) -> dict: # keyword arguments of `ChatFormat.encode`
     "Messages, tools and template variables. Raises `RequestError`."
     for k, v in req.chat_template_kwargs.items():
-        if k in RESERVED or not (isinstance(v, bool | int | float) or isinstance(v, str) and len(v) <= 1000):
-            raise RequestError(f'chat_template_kwargs must not set {k[:40]!r} to such a value.', f'chat_template_kwargs.{k[:40]}')
+        small = isinstance(v, bool | int | float) or isinstance(v, str) and len(v) <= 1000
+        if k in RESERVED or not small:
+            raise RequestError(f'chat_template_kwargs must not set {k[:40]!r} to such a value.',
+                               f'chat_template_kwargs.{k[:40]}')
     for i, t in enumerate(req.tools):
         if len(json.dumps(t.function.parameters)) > 65536:
-            raise RequestError('The schema of this function is larger than 64 KB.', f'tools[{i}].function.parameters')
-    return {'messages': [template_message(m, f'messages[{i}]') for i, m in enumerate(req.messages)],
-            'tools': [t.model_dump(exclude_unset=True) for t in req.tools] if req.reads_calls else None,
-            **req.chat_template_kwargs}
+            raise RequestError('The schema of this function is larger than 64 KB.',
+                               f'tools[{i}].function.parameters')
+    messages = [template_message(m, f'messages[{i}]') for i, m in enumerate(req.messages)]
+    tools = [t.model_dump(exclude_unset=True) for t in req.tools] if req.reads_calls else None
+    return {'messages': messages, 'tools': tools, **req.chat_template_kwargs}
 
 # %% ../nbs/40_wire.ipynb #c5721c7f
-SAME = ('temperature', 'top_p', 'top_k', 'min_p', 'seed', 'frequency_penalty', 'presence_penalty', 'repetition_penalty',
-        'repetition_context_size') # names that `Params` shares
+SAME = ('temperature', 'top_p', 'top_k', 'min_p', 'seed', 'frequency_penalty', 'presence_penalty',
+        'repetition_penalty', 'repetition_context_size') # names that `Params` shares
 
 def read_bias(bias: dict[str, float], vocab_size: int) -> dict[int, float]: # token id -> bias
     "Token ids arrive as text. Raises `RequestError`."
     for k in bias:
         if not (k.isascii() and k.isdecimal() and len(k) < 10 and int(k) < vocab_size):
-            raise RequestError(f'logit_bias takes token ids from 0 to {vocab_size - 1}, not {k[:20]!r}.', f'logit_bias.{k[:20]}')
+            raise RequestError(f'logit_bias takes ids from 0 to {vocab_size - 1}, not {k[:20]!r}.',
+                               f'logit_bias.{k[:20]}')
     return {int(k): v for k, v in bias.items()}
 
 def to_params(req: ChatRequest, vocab_size: int, # number of token ids of the target
@@ -259,8 +294,10 @@ def to_params(req: ChatRequest, vocab_size: int, # number of token ids of the ta
     "What the engine is asked for. Raises `RequestError`."
     said = {k: v for k in SAME if (v := getattr(req, k)) is not None}
     if limit := req.max_completion_tokens or req.max_tokens: said['max_tokens'] = limit
-    return make(**said, stop=tuple(req.stop), ignore_eos=req.ignore_eos, speculate=not req.speculation.disable,
-                logit_bias=read_bias(req.logit_bias, vocab_size), logprobs=(req.top_logprobs or 0) if req.logprobs else None)
+    return make(**said, stop=tuple(req.stop), ignore_eos=req.ignore_eos,
+                speculate=not req.speculation.disable,
+                logit_bias=read_bias(req.logit_bias, vocab_size),
+                logprobs=(req.top_logprobs or 0) if req.logprobs else None)
 
 # %% ../nbs/40_wire.ipynb #e9e1ba89
 def usage(stats: RequestStats, reasoning_tokens: int = 0) -> dict:
@@ -268,8 +305,9 @@ def usage(stats: RequestStats, reasoning_tokens: int = 0) -> dict:
     return {'prompt_tokens': stats.prompt_tokens, 'completion_tokens': stats.completion_tokens,
             'total_tokens': stats.prompt_tokens + stats.completion_tokens,
             'prompt_tokens_details': {'cached_tokens': 0, 'audio_tokens': 0},
-            'completion_tokens_details': {'reasoning_tokens': reasoning_tokens, 'audio_tokens': 0,
-                                          'accepted_prediction_tokens': 0, 'rejected_prediction_tokens': 0}}
+            'completion_tokens_details': {
+                'reasoning_tokens': reasoning_tokens, 'audio_tokens': 0,
+                'accepted_prediction_tokens': 0, 'rejected_prediction_tokens': 0}}
 
 def speculation(stats: RequestStats) -> dict:
     "What speculation did for one request, in vLLM's shape; ratios of nothing are null."
@@ -277,46 +315,54 @@ def speculation(stats: RequestStats) -> dict:
     return {'mean_acceptance_length': 1 + stats.accepted / n if n else None,
             'draft_acceptance_rate': stats.acceptance,
             'acceptance_histogram': [kept.count(j) for j in range(max(kept) + 1)] if kept else [],
-            'num_spec_steps': n, 'num_accepted_draft_tokens': stats.accepted, 'num_draft_tokens': stats.drafted,
-            'per_step_accepted': list(kept), 'per_step_drafted': list(stats.per_step_drafted)}
+            'num_spec_steps': n, 'num_accepted_draft_tokens': stats.accepted,
+            'num_draft_tokens': stats.drafted, 'per_step_accepted': list(kept),
+            'per_step_drafted': list(stats.per_step_drafted)}
 
+# %% ../nbs/40_wire.ipynb #8fd994a3
 def account(stats: RequestStats) -> dict: # keys of the response's root
     "All that a response says about its making: `metrics`, and llama.cpp's `timings`."
-    ours = {'plain_steps': stats.plain_steps, 'no_draft_reasons': dict(stats.reasons), 'seed': stats.seed, 'level': stats.level,
-            'drafters': {k: {'drafted': d, 'accepted': a} for k, (d, a) in stats.sources.items()}}
+    by = {k: {'drafted': d, 'accepted': a} for k, (d, a) in stats.sources.items()}
+    ours = {'plain_steps': stats.plain_steps, 'no_draft_reasons': dict(stats.reasons),
+            'seed': stats.seed, 'level': stats.level, 'drafters': by}
     rate = stats.completion_tokens / stats.decode_s if stats.decode_s else 0.0
-    return {'metrics': {'speculative_decoding': speculation(stats), 'mlxspec': ours},
-            'timings': {'prompt_n': stats.prompt_tokens, 'prompt_ms': round(1e3 * stats.prefill_s, 3),
-                        'predicted_n': stats.completion_tokens, 'predicted_ms': round(1e3 * stats.decode_s, 3),
-                        'predicted_per_second': round(rate, 2),
-                        'draft_n': stats.drafted, 'draft_n_accepted': stats.accepted}}
+    timings = {'prompt_n': stats.prompt_tokens, 'prompt_ms': round(1e3 * stats.prefill_s, 3),
+               'predicted_n': stats.completion_tokens,
+               'predicted_ms': round(1e3 * stats.decode_s, 3),
+               'predicted_per_second': round(rate, 2),
+               'draft_n': stats.drafted, 'draft_n_accepted': stats.accepted}
+    metrics = {'speculative_decoding': speculation(stats), 'mlxspec': ours}
+    return {'metrics': metrics, 'timings': timings}
 
 # %% ../nbs/40_wire.ipynb #3b23b89b
 def call_entry(p: Piece, index: int, answer_id: str) -> dict:
     "A tool call in OpenAI's shape."
-    return {'id': f'call_{answer_id.rpartition("-")[2]}_{index}', 'type': 'function', 'function': {'name': p.name, 'arguments': p.text}}
+    call_id = f'call_{answer_id.rpartition("-")[2]}_{index}'
+    return {'id': call_id, 'type': 'function', 'function': {'name': p.name, 'arguments': p.text}}
 
 def delta_of(pieces: list[Piece], calls_before: int, answer_id: str) -> dict:
     "What one step adds to the message; empty when it adds nothing."
     text = lambda kind: ''.join(p.text for p in pieces if p.kind == kind)
     calls = [p for p in pieces if p.kind == 'call']
-    delta: dict[str, Any] = {k: t for k, t in (('reasoning_content', text('reasoning')), ('content', text('content'))) if t}
-    if calls: delta['tool_calls'] = [{'index': i, **call_entry(p, i, answer_id)} for i, p in enumerate(calls, calls_before)]
-    return delta
+    delta: dict[str, Any] = {'reasoning_content': text('reasoning'), 'content': text('content')}
+    delta['tool_calls'] = [{'index': i, **call_entry(p, i, answer_id)}
+                           for i, p in enumerate(calls, calls_before)]
+    return {k: v for k, v in delta.items() if v}
 
 # %% ../nbs/40_wire.ipynb #5fc249b7
 def logprob_entry(token_id: int, logprob: float | None, text_of: Callable[[int], str]) -> dict:
     "One token with its log-probability."
     text = text_of(token_id)
-    return {'token': text, 'logprob': -9999.0 if logprob is None else max(-9999.0, logprob), # in this order NaN loses, too
-            'bytes': None if '\ufffd' in text else list(text.encode())}
+    finite = -9999.0 if logprob is None else max(-9999.0, logprob) # in this order NaN loses, too
+    whole_text = '\ufffd' not in text
+    return {'token': text, 'logprob': finite, 'bytes': list(text.encode()) if whole_text else None}
 
 def logprob_content(tokens: tuple[Emitted, ...], text_of: Callable[[int], str]) -> list[dict]:
     "The tokens of one step, each with its alternatives."
-    return [{**logprob_entry(t.id, t.logprob, text_of), 'top_logprobs': [logprob_entry(i, lp, text_of) for i, lp in t.top]}
-            for t in tokens]
+    top = lambda t: [logprob_entry(i, lp, text_of) for i, lp in t.top]
+    return [{**logprob_entry(t.id, t.logprob, text_of), 'top_logprobs': top(t)} for t in tokens]
 
-# %% ../nbs/40_wire.ipynb #38da097c
+# %% ../nbs/40_wire.ipynb #93e73209
 @dataclass(frozen=True)
 class Head:
     "What all parts of one answer repeat."
@@ -335,7 +381,7 @@ class Answer:
     head: Head
     splitter: Splitter
     text_of: Callable[[int], str] | None = None # token id -> text; None: no log-probabilities
-    texts: dict[str, list[str]] = field(default_factory=lambda: {'reasoning': [], 'content': []})
+    texts: dict[str, list[str]] = field(default_factory=lambda: dict(reasoning=[], content=[]))
     calls: list[Piece] = field(default_factory=list)
     logprobs: list[dict] = field(default_factory=list)
     finish_reason: str | None = None
@@ -347,7 +393,9 @@ class Answer:
         self.finish_reason = chunk.finish_reason or self.finish_reason
         new = self.splitter.feed(chunk.text) + (self.splitter.end() if chunk.finish_reason else [])
         delta = delta_of(new, len(self.calls), self.head.id)
-        for p in new: self.calls.append(p) if p.kind == 'call' else self.texts[p.kind].append(p.text)
+        for p in new:
+            if p.kind == 'call': self.calls.append(p)
+            else: self.texts[p.kind].append(p.text)
         return delta, {'content': entries, 'refusal': None} if entries else None
 
     @property
@@ -355,15 +403,17 @@ class Answer:
         return 'tool_calls' if self.calls and self.finish_reason == 'stop' else self.finish_reason
     def text(self, kind: str) -> str: return ''.join(self.texts[kind])
 
-# %% ../nbs/40_wire.ipynb #2300c9ab
+# %% ../nbs/40_wire.ipynb #4e01fd5e
 def chat_body(a: Answer, stats: RequestStats, reasoning_tokens: int = 0) -> dict:
     "The response to a request that was not streamed."
-    message: dict[str, Any] = {'role': 'assistant', 'content': a.text('content') or (None if a.calls else ''), 'refusal': None}
+    content = a.text('content') or (None if a.calls else '')
+    message: dict[str, Any] = {'role': 'assistant', 'content': content, 'refusal': None}
     if thoughts := a.text('reasoning'): message['reasoning_content'] = thoughts
     if a.calls: message['tool_calls'] = [call_entry(p, i, a.head.id) for i, p in enumerate(a.calls)]
     logprobs = {'content': a.logprobs, 'refusal': None} if a.text_of else None
     choice = {'index': 0, 'message': message, 'logprobs': logprobs, 'finish_reason': a.reason}
-    return a.head.wrap('chat.completion', [choice], usage=usage(stats, reasoning_tokens), **account(stats))
+    counts = usage(stats, reasoning_tokens)
+    return a.head.wrap('chat.completion', [choice], usage=counts, **account(stats))
 
 # %% ../nbs/40_wire.ipynb #b25d8071
 DONE = 'data: [DONE]\n\n'
@@ -378,12 +428,14 @@ class ChatStream:
     answer: Answer
     include_usage: bool = False
 
-    def _event(self, delta: dict, logprobs: dict | None = None, finish_reason: str | None = None, **more) -> str:
+    def _event(self, delta: dict, logprobs: dict | None = None, finish_reason: str | None = None,
+               **more) -> str:
         choice = {'index': 0, 'delta': delta, 'logprobs': logprobs, 'finish_reason': finish_reason}
         null = {'usage': None} if self.include_usage else {}
         return frame(self.answer.head.wrap('chat.completion.chunk', [choice], **null, **more))
 
-    def start(self) -> str: return self._event({'role': 'assistant', 'content': '', 'refusal': None})
+    def start(self) -> str:
+        return self._event({'role': 'assistant', 'content': '', 'refusal': None})
 
     def step(self, chunk: Chunk) -> str: # empty when all of the step's text has to wait
         "The event of one decode step."
@@ -392,6 +444,8 @@ class ChatStream:
 
     def finish(self, stats: RequestStats, reasoning_tokens: int = 0) -> str:
         "Everything after the last step."
-        if not self.include_usage: return self._event({}, None, self.answer.reason, **account(stats)) + DONE
-        tail = self.answer.head.wrap('chat.completion.chunk', [], usage=usage(stats, reasoning_tokens), **account(stats))
-        return self._event({}, None, self.answer.reason) + frame(tail) + DONE
+        reason, accounts = self.answer.reason, account(stats)
+        if not self.include_usage: return self._event({}, None, reason, **accounts) + DONE
+        counts = usage(stats, reasoning_tokens)
+        tail = self.answer.head.wrap('chat.completion.chunk', [], usage=counts, **accounts)
+        return self._event({}, None, reason) + frame(tail) + DONE
