@@ -118,11 +118,11 @@ def stream_generate(model: Any, # an mlx-lm model, loaded on this thread
     with wired_limit(model, [stream] if stream else None):
         progress(0, total)
         while not on_stream(prefill_step, target, run, prefill_step_size): progress(run.read, total)
-        chunk = on_stream(step, target, run, k)
+        _, chunk = on_stream(step, target, run, k)
         progress(total, total)
         prompt_tps, started = total / max(run.seq.stats.prefill_s, 1e-9), time.perf_counter()
         while True:
             if chunk.finish_reason: on_stream(settle, target, run)
             yield from responses(run, chunk, prompt_tps, started)
             if chunk.finish_reason: return
-            chunk = on_stream(step, target, run, k)
+            _, chunk = on_stream(step, target, run, k)

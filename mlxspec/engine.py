@@ -80,7 +80,8 @@ def decode(target: Target, seq: Sequence, plan: Plan,
         while not prefill_step(target, run, plan.chunk): yield 'prefill'
         while not seq.finish:
             rounds = seq.stats.rounds
-            chunks.append(step(target, run, plan.k))
+            _, chunk = step(target, run, plan.k)
+            chunks.append(chunk)
             count(1)
             if on_chunk: on_chunk(chunks[-1])
             yield 'mtp' if seq.stats.rounds > rounds else 'plain'

@@ -23,7 +23,7 @@ from .target import Target
 
 # %% auto #0
 __all__ = ['CLEAR_EVERY', 'Flight', 'Running', 'open_running', 'observe', 'prefill_step', 'detail_of', 'emitted', 'to_host',
-           'launch', 'plain_step', 'chunk_of', 'verify_step', 'settle', 'step']
+           'launch', 'plain_step', 'chunk_of', 'verify_step', 'settle', 'arms', 'step']
 
 # %% ../nbs/22_rounds.ipynb #ba134ebf
 @dataclass
@@ -188,39 +188,47 @@ def settle(target: Target, run: Running) -> None:
 # %% ../nbs/22_rounds.ipynb #eabf4f44
 CLEAR_EVERY = 256 # tokens between calls that hand unused memory back, as in mlx-lm
 
+def arms(run: Running, k: int, # verify rows at most
+        ) -> dict[str, int]: # kind -> verify rows at most, in order of preference
+    "Drafters that have something to offer now. Ask once per step: a drafter that rests after a failure counts the times."
+    return {g.kind: min(k, g.drafter.max_drafts + 1) for g in run.guests if g.ready()}
+
 def step(target: Target, run: Running,
          k: int, # verify rows at most; 1 is plain decoding
-        ) -> Chunk:
+         arm: str | None = None, # kind of the drafter; None: the first that is ready
+         why: str | None = None, # the caller's reason for k = 1
+        ) -> tuple[StepResult, Chunk]:
     "Advance a sequence by one step and record it in its stats."
-    before = len(run.seq.emitted)
-    k, reason = _width(target, run, k)
+    before, (k, reason) = len(run.seq.emitted), _width(target, run, k, why)
+    offers = [] if k == 1 else [arm] if arm else list(arms(run, k))
+    if k > 1 and not offers: k, reason = 1, 'no_match'
     if run.flight or k == 1:
-        ready = k > 1 and any(g.ready() for g in run.guests)
-        result, chunk = plain_step(target, run, ahead=not ready)
-        reason = reason or ('in_flight' if ready else 'no_match')
+        result, chunk = plain_step(target, run, ahead=k == 1)
+        reason = reason or 'in_flight'
     else:
-        t0, proposal = time.perf_counter(), _propose(run, k)
+        t0, proposal = time.perf_counter(), _propose(run, k, offers)
         draft_s = time.perf_counter() - t0
         if len(proposal): result, chunk = verify_step(target, run, proposal)
         else: (result, chunk), reason = plain_step(target, run), proposal.reason
         result = replace(result, wall_s=result.wall_s + draft_s, phases=result.phases | dict(draft=draft_s))
     run.seq.stats.record(result, reason)
     if before // CLEAR_EVERY != len(run.seq.emitted) // CLEAR_EVERY: mx.clear_cache()
-    return chunk
+    return result, chunk
 
-def _width(target: Target, run: Running, k: int) -> tuple[int, str | None]:
+def _width(target: Target, run: Running, k: int, why: str | None) -> tuple[int, str | None]:
     "Verify rows that make sense now, and why they are fewer than asked for."
     if not run.guests: return 1, 'no_drafter'
-    if k == 1: return 1, 'k_is_1'
+    if k == 1: return 1, why or 'k_is_1'
     if run.seq.remaining == 1: return 1, 'budget'
     k = min(k, run.seq.remaining)
     while k > 1 and not target.can_verify(run.cache, k): k -= 1
     return k, 'cache_not_trimmable' if k == 1 else None
 
-def _propose(run: Running, k: int) -> Proposal:
-    "The first proposal that is not empty; else the last reason for an empty one."
+def _propose(run: Running, k: int, offers: list[str]) -> Proposal:
+    "The first proposal of the offered arms that is not empty; else the last reason for an empty one."
     p = Proposal([], (), reason='no_drafter')
     for g in run.guests:
+        if g.kind not in offers: continue
         p = g.propose(min(k - 1, g.drafter.max_drafts), DraftLaw(run.law, len(run.seq.tokens), run.past))
         if len(p): break
     return p

@@ -69,15 +69,14 @@ class Guest:
     def _invite(self) -> None: self.state = self._call(self.drafter.open, self.seq)
 
     def ready(self) -> bool:
-        "Whether asking for a proposal is worth while now."
-        if self._rest: return False
-        return self.state is None or self._call(self.drafter.ready, self.state, otherwise=False)
+        "Whether asking for a proposal is worth while now. Asked once per step: that is how a resting drafter counts."
+        if self._rest: self._rest -= 1
+        elif self.state is None: self._invite()
+        return self.state is not None and self._call(self.drafter.ready, self.state, otherwise=False)
 
     def propose(self, k: int, # most drafts wanted
                 law: Any) -> Proposal: # the request's law; the drafter may use its noise
         "At most `k` drafts; an empty proposal names its reason."
-        if self._rest: self._rest -= 1
-        elif self.state is None: self._invite()
         if self.state is None: return NOTHING
         p = self._call(self.drafter.propose, [self.state], [k], [law], otherwise=[NOTHING])[0]
         return p if len(p) <= k else Proposal(p.tokens[:k], p.sources[:k], p.logprobs, p.vocab_map)
