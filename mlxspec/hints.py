@@ -23,8 +23,9 @@ try: import fcntl
 except ImportError: fcntl = None # Windows: no lock; the rename is atomic there too
 
 # %% auto #0
-__all__ = ['PIECES', 'PIECE', 'HINT_VERSION', 'MAX_BYTES', 'EXPIRES_S', 'log', 'HintKey', 'canonical', 'fingerprint', 'Hint',
-           'encode', 'decode', 'write_atomically', 'locked', 'believable', 'HintFile', 'all_hints', 'clear_hints']
+__all__ = ['PIECES', 'PIECE', 'HINT_VERSION', 'MAX_BYTES', 'EXPIRES_S', 'log', 'HintKey', 'canonical', 'hint_dir', 'fingerprint',
+           'Hint', 'encode', 'decode', 'write_atomically', 'locked', 'believable', 'HintFile', 'all_hints',
+           'clear_hints']
 
 # %% ../nbs/23_hints.ipynb #9d5fc415
 @dataclass(frozen=True)
@@ -48,6 +49,12 @@ class HintKey:
 def canonical(value: object) -> bytes: # no spaces, sorted keys: equal values give equal bytes
     "JSON with one spelling per value."
     return json.dumps(value, sort_keys=True, separators=(',', ':'), allow_nan=False).encode()
+
+# %% ../nbs/23_hints.ipynb #a6e228af
+def hint_dir(cache_dir: Path | None = None, # MLXSPEC_CACHE_DIR, as config parsed it
+            ) -> Path:
+    "Where hint files are."
+    return (cache_dir or Path.home() / '.cache' / 'mlxspec') / 'mtp-policy'
 
 # %% ../nbs/23_hints.ipynb #e56d637d
 PIECES, PIECE = 16, 4096 # pieces of a weight file that are looked at, bytes of each
