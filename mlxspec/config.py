@@ -7,6 +7,7 @@ Docs: https://mlxspec.github.io/mlxspec/config.html.md"""
 # %% ../nbs/01_config.ipynb #1179d321
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -16,11 +17,12 @@ from typing import Any
 from .core import ConfigError, Params
 
 # %% auto #0
-__all__ = ['ALL', 'TRUE', 'FALSE', 'WORDS', 'PARSE', 'TABLE', 'SAMPLING', 'option', 'Row', 'table_of', 'parse_bool', 'either',
-           'accepted', 'check', 'typed', 'within', 'Settings', 'near_miss', 'row', 'override', 'raw_env', 'from_env',
-           'read_file', 'user_file', 'config_files', 'load_settings', 'settings_table', 'options_markdown']
+__all__ = ['log', 'ALL', 'TRUE', 'FALSE', 'WORDS', 'PARSE', 'TABLE', 'SAMPLING', 'option', 'Row', 'table_of', 'parse_bool',
+           'either', 'accepted', 'check', 'typed', 'within', 'Settings', 'near_miss', 'row', 'override', 'raw_env',
+           'from_env', 'read_file', 'user_file', 'config_files', 'load_settings', 'settings_table', 'options_markdown']
 
 # %% ../nbs/01_config.ipynb #be1657b8
+log = logging.getLogger('mlxspec')
 ALL = ('serve', 'generate', 'demo') # the commands that take options
 
 def option(default: Any,          # value when nobody says anything; None: decided when the model is loaded
@@ -29,9 +31,11 @@ def option(default: Any,          # value when nobody says anything; None: decid
            choices: tuple[str, ...] = (),   # accepted words, when they are few
            lo: float | None = None, # least value
            hi: float | None = None, # greatest value
+           lenient: bool = False,   # a wrong environment variable is a warning, and the default counts
           ) -> Any: # a dataclass field
     "One row of the table."
-    return field(default=default, metadata=dict(help=help, commands=commands, choices=choices, lo=lo, hi=hi))
+    meta = dict(help=help, commands=commands, choices=choices, lo=lo, hi=hi, lenient=lenient)
+    return field(default=default, metadata=meta)
 
 @dataclass(frozen=True)
 class Row:
@@ -44,6 +48,7 @@ class Row:
     choices: tuple[str, ...]
     lo: float | None
     hi: float | None
+    lenient: bool = False
 
     @property
     def env(self) -> str: return f'MLXSPEC_{self.name.upper()}'
@@ -115,7 +120,7 @@ def within(v: Any, lo: float | None, hi: float | None) -> bool: # False for NaN
 class Settings:
     "Every option with its value, and where each came from."
     model: str | None = option(None, 'target: a directory or a Hugging Face repository (without it, the demo pair)')
-    drafter: str | None = option(None, 'kinds of drafters in order of preference, comma-separated: lookup; or none')
+    drafter: str | None = option(None, 'drafters in order of preference, comma-separated: lookup, head, a directory; or none')
     draft_block_size: int | None = option(None, 'K, most verify rows of a round: 1 pending token and K - 1 drafts', lo=1, hi=16)
     no_spec: bool = option(False, 'never configure speculation', ('serve', 'generate'))
     speculation: str = option('auto', 'when the pair cannot speculate: serve plain or refuse to start', ('serve', 'generate'),
@@ -131,6 +136,18 @@ class Settings:
     top_k: int = option(0, 'most likely tokens kept; 0 keeps all', lo=0)
     min_p: float = option(0.0, 'least probability kept, relative to the most likely token', lo=0, hi=1)
     prefill_chunk_tokens: int = option(2048, 'prompt tokens read per forward', lo=1)
+    mtp_adaptive: bool = option(True, 'measure whether the multi-token head pays on this machine', ('serve',))
+    enable_mtp_b1: bool | None = option(None, 'pin the multi-token head on or off instead of measuring', ('serve',))
+    mtp_gate: str = option('auto', 'what picks the next step: the budget or the window gate, always speculate, never',
+                           choices=('auto', 'window', 'budget', 'force', 'off'))
+    mtp_gate_force: bool = option(False, 'the same as mtp_gate = force, unless the flag says otherwise', ())
+    mtp_gate_reprobe: int = option(256, 'window gate: plain tokens until speculation is tried again', (), lo=1, lenient=True)
+    mtp_gate_refresh: int = option(1024, 'window gate: tokens until plain decoding is measured again', (), lo=1, lenient=True)
+    spec_entry_pin: int = option(8, 'first tokens of an answer for which the gate is not asked; 0: none', (), lo=0, lenient=True)
+    spec_think: bool = option(True, 'speculate inside thoughts', ('serve', 'generate'))
+    dflash_spec_think: bool = option(False, 'speculate inside thoughts, unless the flag says otherwise', ())
+    resume_guard: int = option(0, 'tokens after the start or a thought before speculation', ('serve',), lo=0)
+    cache_dir: Path | None = option(None, 'where measurements are kept (~/.cache/mlxspec)')
     compile: bool | None = option(None, 'compile the sampling law; without it, everywhere but on Linux CPUs')
     blas: str = option('auto', 'BLAS loaded before MLX on Linux CPUs: auto, off or the path of a library', ())
     log_level: str = option('warning', 'least severity that is logged', ('serve',),
@@ -179,8 +196,16 @@ def raw_env(name: str, # Python name of the option
 
 def from_env(environ: Mapping[str, str] | None = None) -> dict[str, tuple[Any, str]]: # name -> (value, variable)
     "All options that the environment sets."
-    texts = {n: t for n in TABLE if (t := raw_env(n, environ)) is not None}
-    return {n: (check(TABLE[n], t, TABLE[n].env, text=True), TABLE[n].env) for n, t in texts.items()}
+    texts = {TABLE[n]: t for n in TABLE if (t := raw_env(n, environ)) is not None}
+    pairs = {row: _from_env(row, t) for row, t in texts.items()}
+    return {row.name: (v, row.env) for row, v in pairs.items() if v is not None}
+
+def _from_env(row: Row, text: str) -> Any: # None: not usable, and the default counts
+    try: return check(row, text, row.env, text=True)
+    except ConfigError as e:
+        if not row.lenient: raise
+        log.warning('%s The default (%s) is used.', e, row.default)
+        return None
 
 # %% ../nbs/01_config.ipynb #3dd079a7
 def read_file(path: Path) -> dict[str, tuple[Any, str]]: # name -> (value, path)

@@ -22,18 +22,18 @@ from typing import Any
 
 from . import device
 from .config import Settings, load_settings
-from .core import Chunk, Drafter, Emitted, EngineError, MlxspecError, PairError, Params, RequestError, RequestStats
-from .policy import Gpu, MtpPolicySnapshot
+from .core import Chunk, Emitted, EngineError, MlxspecError, Params, RequestError, RequestStats
+from .pilot import Pilot
+from .policy import MtpPolicySnapshot
 from .scheduler import ModelWorkScheduler, Stepper
 
 # %% auto #0
-__all__ = ['AUTO_K', 'DEMO', 'Result', 'Plan', 'decode', 'make_drafters', 'admit', 'Job', 'Engine']
+__all__ = ['Result', 'Plan', 'inside_thought', 'lane', 'decode', 'admit', 'Job', 'Engine']
 
 # %% ../nbs/33_engine.ipynb #2ae66df2
 device.require_mlx()
-from .drafters import lookup # noqa: F401  (registers itself)
-from .drafters.base import build
-from .rounds import open_running, prefill_step, step
+from .pairing import AUTO_K, DEMO, Drafters, gather, make_pilot
+from .rounds import Running, arms, open_running, prefill_step, step
 from .sequence import Sequence
 from .target import Target
 from .text import ChatFormat, TextStream
@@ -68,23 +68,42 @@ class Plan:
     "What the engine decides once, for all requests."
     k: int                            # verify rows at most
     chunk: int                        # prompt tokens per prefill step
-    drafters: tuple[Drafter, ...]     # in order of preference
+    drafters: Drafters                # in order of preference, or why there are none
+    pilot: Pilot                      # policy and gate
+    think: tuple[int, int] | None = None # token ids that open and close a thought
+
+def inside_thought(prompt: list[int], think: tuple[int, int] | None) -> bool:
+    "Whether a prompt ends inside a thought (some templates open it)."
+    if think is None: return False
+    return next((t == think[0] for t in reversed(prompt) if t in think), False)
+
+def lane(target: Target, run: Running, plan: Plan,
+         on_chunk: Callable[[Chunk], object] | None) -> Iterator[str]: # 'plain' or 'mtp' (a verify round), per step
+    "Decode one sequence to its end, step by step, as policy and gate choose."
+    seq = run.seq
+    alone = plan.drafters.reason if seq.params.speculate else 'disabled' # why this request has no drafters
+    course = plan.pilot.open(plan.think, inside_thought(seq.tokens, plan.think)) if run.guests else None
+    while not seq.finish:
+        want = course.choose(arms(run, plan.k), run.cached) if course else None
+        result, chunk = step(target, run, want.k, want.arm, want.reason) if want else step(target, run, 1, why=alone)
+        if course: course.record(result, [t.id for t in chunk.tokens])
+        if on_chunk: on_chunk(chunk)
+        yield 'plain' if result.kind == 'plain' else 'mtp'
+    if course: course.close()
 
 def decode(target: Target, seq: Sequence, plan: Plan,
            on_chunk: Callable[[Chunk], object] | None, # runs on the owner thread, once per step
            count: Callable[[int], None], # told the number of requests in each decode step
           ) -> Stepper: # yields lanes, returns a Result
     "Run one request."
-    run, chunks = open_running(target, seq, plan.drafters if seq.params.speculate else ()), []
+    run, chunks = open_running(target, seq, plan.drafters.made if seq.params.speculate else ()), []
+    def out(chunk: Chunk):
+        chunks.append(chunk)
+        count(1)
+        if on_chunk: on_chunk(chunk)
     try:
         while not prefill_step(target, run, plan.chunk): yield 'prefill'
-        while not seq.finish:
-            rounds = seq.stats.rounds
-            _, chunk = step(target, run, plan.k)
-            chunks.append(chunk)
-            count(1)
-            if on_chunk: on_chunk(chunks[-1])
-            yield 'mtp' if seq.stats.rounds > rounds else 'plain'
+        yield from lane(target, run, plan, out)
     except MlxspecError: raise
     except Exception as e: # a fault of ours or of MLX: this request ends with it, and the log has the details
         _log.exception('a request failed')
@@ -92,19 +111,7 @@ def decode(target: Target, seq: Sequence, plan: Plan,
     finally:
         for g in run.guests: g.close()
     pieces = [p for c in chunks for p in c.pieces]
-    return Result(''.join(t for t, _ in pieces), seq.emitted, pieces, seq.finish, seq.stats, seq.stream.stop)
-
-# %% ../nbs/33_engine.ipynb #0b76616e
-AUTO_K = 8 # verify rows when nobody says
-
-def make_drafters(target: Target, settings: Settings) -> tuple[Drafter, ...]:
-    "Drafters by the options; ConfigError for an unknown kind, PairError when speculation is required and impossible."
-    names = [n.strip() for n in (settings.drafter or 'lookup').split(',') if n.strip()]
-    made = () if settings.no_spec else tuple(build(n, target) for n in names if n != 'none')
-    if settings.speculation == 'required':
-        if not made: raise PairError('Speculation is required, but no drafter is configured.')
-        if not target.can_verify(target.make_cache(), 2): raise PairError(f'Speculation is required, but the cache of {target.name} cannot take rows back.')
-    return made
+    return Result(''.join(t for t, _ in pieces), seq.emitted, pieces, seq.finish or '', seq.stats, seq.stream.stop)
 
 # %% ../nbs/33_engine.ipynb #cf4a3d16
 def admit(prompt: list[int], params: Params,
@@ -151,8 +158,6 @@ def _close_previous(cell: tuple[tuple, int] | None) -> None:
     if old is not None and count != cell[1]: old.close()
 
 # %% ../nbs/33_engine.ipynb #e14b8455
-DEMO = Path(__file__).parent / 'assets' / 'mlxspec-demo' if '__file__' in globals() else Path('mlxspec/assets/mlxspec-demo')
-
 def _load_target(model: str | Path, settings: Settings) -> tuple[Target, device.Device]:
     "On the owner thread: prepare MLX and load the weights."
     machine = device.detect()
@@ -168,7 +173,13 @@ class Engine:
         self.device, self.chat = machine, ChatFormat(target.tokenizer)
         self.vocab_size, self.context_length = target.vocab_size, target.context_length
         self._target, self._scheduler = target, scheduler
-        self._plan = Plan(settings.draft_block_size or AUTO_K, settings.prefill_chunk_tokens, make_drafters(target, settings))
+        self._policy = MtpPolicySnapshot.unavailable('worker_not_ready', None)
+        drafters, ref = gather(target, settings), weakref.ref(self)
+        def publish(snapshot: MtpPolicySnapshot): # a reference would keep the engine alive for ever
+            if engine := ref(): engine._policy = snapshot
+        pilot = make_pilot(target, drafters.made, machine, settings, publish)
+        think = self.chat.think_ids
+        self._plan = Plan(settings.draft_block_size or AUTO_K, settings.prefill_chunk_tokens, drafters, pilot, think)
         self._finalizer = weakref.finalize(self, scheduler.shutdown)
 
     @classmethod
@@ -216,18 +227,20 @@ class Engine:
         self._finalizer()
 
     @property
-    def drafters(self) -> tuple[str, ...]: return tuple(d.kind for d in self._plan.drafters)
+    def drafters(self) -> tuple[str, ...]: return tuple(d.kind for d in self._plan.drafters.made)
     @property
     def policy(self) -> MtpPolicySnapshot:
-        "What the policy says; without an MTP drafter there is nothing to decide."
-        d = self.device
-        return MtpPolicySnapshot.unavailable('no_mtp_dispatch', False, Gpu(d.gpu_vendor, d.gpu_device, d.gpu_architecture))
+        "What the policy last published."
+        return self._policy
 
     @property
     def alive(self) -> bool: return self._scheduler.alive
     def snapshot(self) -> dict:
         "Plain data for /health."
-        return dict(scheduler=self._scheduler.snapshot(), speculation=dict(drafters=list(self.drafters), block_size=self._plan.k))
+        d, gate = self._plan.drafters, self._plan.pilot.gate
+        speculation = dict(drafters=list(self.drafters), block_size=self._plan.k, reason=d.reason, detail=d.sentence,
+                           gate=gate.snapshot() if gate else None)
+        return dict(scheduler=self._scheduler.snapshot(), speculation=speculation)
 
     def encode(self, prompt: str | list[int] | list[dict]) -> list[int]:
         "Token ids of a text, of chat messages, or of token ids."

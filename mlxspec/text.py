@@ -78,6 +78,8 @@ class ChatFormat:
         self.tokenizer = tokenizer
         self.has_template: bool = tokenizer.has_chat_template
         self.think = (tokenizer.think_start, tokenizer.think_end) if tokenizer.has_thinking else None
+        ids = (tokenizer.think_start_tokens, tokenizer.think_end_tokens) if self.think else ()
+        self.think_ids = (ids[0][0], ids[1][0]) if ids and len(ids[0]) == len(ids[1]) == 1 else None # single-token markers only
         self.tool = (tokenizer.tool_call_start, tokenizer.tool_call_end) if tokenizer.has_tool_calling else None
 
     def encode(self, messages: list[dict], # OpenAI messages

@@ -148,8 +148,9 @@ class Qwen35Mtp:
 
     def __init__(self, net: Head, target: Any, # the loaded Target
                  block_size: int, # K: drafts at most K - 1 tokens a round
-                 name: str): # basename of the head's directory
-        self.net, self.target, self.max_drafts, self.name = net, target, block_size - 1, name
+                 path: Path | None = None): # the head's directory; None: it is inside the target's
+        self.net, self.target, self.max_drafts, self.path = net, target, block_size - 1, path
+        self.name = path.resolve().name if path else target.name
 
     def open(self, seq: SequenceView) -> MtpState: return MtpState([KVCache() for _ in self.net.layers])
     def ready(self, state: MtpState) -> bool: return state.last is not None or bool(state.tokens)
@@ -182,6 +183,6 @@ def build_qwen3_5_mtp(target: Any, path: Path | None, # None: the head inside th
     "Load a head for a target."
     if path is None and target.path is None: raise PairError(f'{target.name} was not loaded from a directory, so there is no head inside it.')
     net, args = load_head(path) if path else load_inner_head(target.path, target.config)
-    name = path.resolve().name if path else target.name
-    check_pair(args, target, name)
-    return Qwen35Mtp(net, target, block_size or args.block_size, name)
+    drafter = Qwen35Mtp(net, target, block_size or args.block_size, path)
+    check_pair(args, target, drafter.name)
+    return drafter
