@@ -33,34 +33,36 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-import mlxspec
 from .config import Settings
-from .core import Cancelled, Chunk, ConfigError, MlxspecError, ModelError, Params, PortBusy, RequestError
+from .core import (Cancelled, Chunk, ConfigError, MlxspecError, ModelError, Params, PortBusy,
+                          RequestError)
 from .policy import MtpPolicySnapshot
 from .reply import Splitter
 from .scheduler import OwnerStopped
-from .wire import (Answer, ChatRequest, ChatStream, Head, Later, chat_body, error_body, fault, frame, read_body, read_chat,
-                          template_inputs, to_params)
+from .wire import (Answer, ChatRequest, ChatStream, Head, Later, chat_body, error_body, fault,
+                          frame, read_body, read_chat, template_inputs, to_params)
 
 # %% auto #0
-__all__ = ['MAX_BODY', 'BODY_S', 'LOCAL', 'STALL_S', 'GRACE_S', 'PING_S', 'PING', 'STREAM_HEADERS', 'router', 'host_of', 'id_of',
-           'DRAIN_S', 'receive_body', 'Feed', 'Host', 'unavailable', 'check_model', 'retry_after', 'take_place',
-           'leave_place', 'opens_thought', 'Turn', 'admit', 'steps', 'whole', 'begin', 'client_gone', 'unless_gone',
-           'explain', 'events', 'EventResponse', 'chat_completions', 'model_card', 'models', 'model', 'policy',
-           'mtp_policy', 'health', 'live', 'ready', 'host_name', 'refuse', 'Edge', 'on_error', 'on_http_error',
-           'make_app', 'check_model_path', 'listen', 'url_of', 'allowed_hosts', 'fingerprint', 'Server', 'load_engine',
-           'serve']
+__all__ = ['MAX_BODY', 'BODY_S', 'LOCAL', 'STALL_S', 'GRACE_S', 'PING_S', 'PING', 'host_of', 'id_of', 'router', 'DRAIN_S',
+           'receive_body', 'Feed', 'Host', 'loaded', 'unavailable', 'check_model', 'retry_after', 'take_place',
+           'leave_place', 'opens_thought', 'Turn', 'admit', 'new_answer', 'steps', 'whole', 'begin', 'client_gone',
+           'unless_gone', 'explain', 'events', 'EventResponse', 'host_name', 'refuse', 'Edge', 'on_error',
+           'on_http_error', 'chat_completions', 'model_card', 'models', 'model', 'policy', 'mtp_policy', 'health',
+           'live', 'ready', 'make_app', 'check_model_path', 'listen', 'url_of', 'allowed_hosts', 'fingerprint',
+           'Server', 'load_engine', 'serve']
 
 # %% ../nbs/41_server.ipynb #0e5b4c6f
 MAX_BODY = 2 * 2**20 # bytes
 BODY_S = 15.0        # seconds for the whole body
 
 async def receive_body(request: Request) -> bytes:
-    "The body of a JSON request. Raises `RequestError` when it is too large, too slow, or something else."
+    "The body of a JSON request. Raises `RequestError` when it is too large, too slow or no JSON."
     kind = request.headers.get('content-type', '').partition(';')[0].strip().lower()
     if kind != 'application/json':
-        raise RequestError('The Content-Type must be application/json.', None, 'unsupported_media_type', 415)
-    too_large = RequestError(f'The body is larger than {MAX_BODY} bytes.', None, 'request_too_large', 413)
+        raise RequestError('The Content-Type must be application/json.', None,
+                           'unsupported_media_type', 415)
+    too_large = RequestError(f'The body is larger than {MAX_BODY} bytes.', None,
+                             'request_too_large', 413)
     length, body = request.headers.get('content-length', ''), bytearray()
     if length.isdecimal() and int(length[:20]) > MAX_BODY: raise too_large
     try:
@@ -68,7 +70,8 @@ async def receive_body(request: Request) -> bytes:
             async for part in request.stream():
                 body += part
                 if len(body) > MAX_BODY: raise too_large
-    except TimeoutError: raise RequestError('The body did not arrive in time.', None, 'request_timeout', 408) from None
+    except TimeoutError:
+        raise RequestError('The body did not arrive in time.', None, 'request_timeout', 408) from None
     except ClientDisconnect: raise Cancelled('The client went away.') from None
     return bytes(body)
 
@@ -93,7 +96,7 @@ class Feed:
         except TimeoutError: return None
 
 # %% ../nbs/41_server.ipynb #17c5a78f
-LOCAL = frozenset({'localhost', '127.0.0.1', '[::1]'}) # names of this machine that nobody else can point at it
+LOCAL = frozenset({'localhost', '127.0.0.1', '[::1]'}) # nobody can point these names elsewhere
 
 @dataclass(eq=False)
 class Host:
@@ -108,8 +111,8 @@ class Host:
     now: Callable[[], float] = time.time    # Unix time, seconds
     stopping: bool = False
     taken: int = 0                          # places in use: running and waiting
-    jobs: dict[Future, Any] = field(default_factory=dict) # not ended yet, by their futures
-    ends: deque[float] = field(default_factory=lambda: deque(maxlen=9)) # when the last jobs ended, seconds
+    jobs: dict[Future | None, Any] = field(default_factory=dict) # not ended yet, by their futures
+    ends: deque[float] = field(default_factory=lambda: deque(maxlen=9)) # of the last jobs, seconds
 
     @property
     def names(self) -> list[str]: return [n for n in (self.served_name, self.engine.name) if n]
@@ -119,18 +122,26 @@ class Host:
 # %% ../nbs/41_server.ipynb #8c96d21a
 STALL_S = 60.0 # a step longer than this counts as a stall, seconds
 
+def loaded(host: Host) -> Host:
+    "The same host, when its engine is there. Raises `Later`."
+    if host.engine is None: raise Later('The model is still loading.', 'loading_model', 2)
+    return host
+
 def unavailable(host: Host) -> MlxspecError | None: # None: requests are welcome
     "Why no request can be answered now."
     if host.stopping: return Later('The server is shutting down.', 'server_shutting_down', 5)
-    if host.engine is None: return Later('The model is still loading.', 'loading_model', 2)
-    owner = host.engine.snapshot()['scheduler']['owner']
-    if not owner['alive'] or owner['beat_age_s'] > STALL_S: return OwnerStopped('The engine does not move any more.')
+    try: owner = loaded(host).engine.snapshot()['scheduler']['owner']
+    except Later as e: return e
+    if not owner['alive'] or owner['beat_age_s'] > STALL_S:
+        return OwnerStopped('The engine does not move any more.')
     return None
 
 def check_model(host: Host, asked: str | None) -> None:
     "Any of our names will do, and `default`, and none. Raises `RequestError`."
     if asked is not None and asked not in ('default', *host.names):
-        raise RequestError(f'There is no model {asked[:80]!r} here; there is {" and ".join(host.names)}.', 'model', 'model_not_found', 404)
+        there = ' and '.join(host.names)
+        raise RequestError(f'There is no model {asked[:80]!r} here; there is {there}.',
+                           'model', 'model_not_found', 404)
 
 # %% ../nbs/41_server.ipynb #a5eb960f
 def retry_after(ends: deque[float]) -> int: # whole seconds, 1 to 60
@@ -141,7 +152,8 @@ def retry_after(ends: deque[float]) -> int: # whole seconds, 1 to 60
 def take_place(host: Host) -> None:
     "Count a request in, or raise `Later`."
     if host.taken > host.max_queue:
-        raise Later(f'{host.taken} requests are under way or wait already.', 'queue_full', retry_after(host.ends))
+        raise Later(f'{host.taken} requests are under way or wait already.', 'queue_full',
+                    retry_after(host.ends))
     host.taken += 1
 
 def leave_place(host: Host, ended: Future | None = None, # of its job; None: it never became one
@@ -150,12 +162,14 @@ def leave_place(host: Host, ended: Future | None = None, # of its job; None: it 
     host.taken -= 1
     if host.jobs.pop(ended, None): host.ends.append(clock())
 
-# %% ../nbs/41_server.ipynb #692a1312
+# %% ../nbs/41_server.ipynb #d73de9d9
 def opens_thought(chat: Any, # the engine's ChatFormat
                   prompt: list[int]) -> bool:
     "Does the prompt end within a thought?"
-    return chat.think is not None and chat.tokenizer.decode(prompt[-16:]).rstrip().endswith(chat.think[0])
+    if chat.think is None: return False
+    return chat.tokenizer.decode(prompt[-16:]).rstrip().endswith(chat.think[0])
 
+# %% ../nbs/41_server.ipynb #3af304a7
 @dataclass(eq=False)
 class Turn:
     "One admitted request."
@@ -184,10 +198,16 @@ async def admit(host: Host, req: ChatRequest) -> Turn:
         raise
     host.jobs[job.future] = job
     job.future.add_done_callback(lambda f: (feed.post(leave_place, host, f), feed.put(f)))
+    return Turn(req, job, feed, new_answer(host, req, prompt),
+                lambda t: len(chat.tokenizer.encode(t, add_special_tokens=False)))
+
+def new_answer(host: Host, req: ChatRequest, prompt: list[int]) -> Answer:
+    "An empty answer that knows how to read this engine's text."
+    chat = host.engine.chat
     head = Head(f'chatcmpl-{host.new_id()}', int(host.now()), host.names[0], host.fingerprint)
-    splitter = Splitter(chat.think, chat.tool if req.reads_calls else None, opens_thought(chat, prompt))
+    tool = chat.tool if req.reads_calls else None
     text_of = (lambda i: chat.tokenizer.decode([i])) if req.logprobs else None
-    return Turn(req, job, feed, Answer(head, splitter, text_of), lambda t: len(chat.tokenizer.encode(t, add_special_tokens=False)))
+    return Answer(head, Splitter(chat.think, tool, opens_thought(chat, prompt)), text_of)
 
 # %% ../nbs/41_server.ipynb #9791a7c4
 GRACE_S = 5.0 # wait for the first token at most this long before the status is sent, seconds
@@ -212,7 +232,7 @@ async def whole(host: Host, req: ChatRequest) -> dict:
     finally: turn.job.cancel()
 
 async def begin(host: Host, req: ChatRequest) -> tuple[Turn, Chunk | Future | None]:
-    "Admit, and wait for the first token, so that faults until then have a status code of their own."
+    "Admit, and wait for the first token, so that faults until then get a status code."
     turn = await admit(host, req)
     try:
         first = await turn.feed.get(GRACE_S)
@@ -241,14 +261,15 @@ async def unless_gone(request: Request, work: Coroutine) -> Any:
 # %% ../nbs/41_server.ipynb #4e893f6c
 _log = logging.getLogger('mlxspec')
 PING = ': ping\n\n'
-STREAM_HEADERS = {'cache-control': 'no-cache', 'x-accel-buffering': 'no'}
 
 def explain(host: Host, e: BaseException, request_id: str) -> tuple[int, dict]: # status, body
     "What a client is told: that the server stops, if it was cancelled for that."
     if not isinstance(e, MlxspecError): _log.error('request %s failed', request_id, exc_info=e)
-    return fault(unavailable(host) or e if isinstance(e, Cancelled) and host.stopping else e, request_id)
+    if isinstance(e, Cancelled) and host.stopping: e = unavailable(host) or e
+    return fault(e, request_id)
 
-async def events(host: Host, turn: Turn, first: Chunk | Future | None, request_id: str) -> AsyncIterator[str]:
+async def events(host: Host, turn: Turn, first: Chunk | Future | None,
+                 request_id: str) -> AsyncIterator[str]:
     "The events of a stream: whole, or with one error at the end."
     stream = ChatStream(turn.answer, turn.request.stream_options.include_usage)
     try:
@@ -263,67 +284,17 @@ class EventResponse(StreamingResponse):
     "A stream that stops its job when it ends, in whatever way."
     media_type = 'text/event-stream'
     def __init__(self, content: AsyncIterator[str], job: Any):
-        super().__init__(content, headers=STREAM_HEADERS)
+        super().__init__(content, headers={'cache-control': 'no-cache', 'x-accel-buffering': 'no'})
         self.job = job
 
     async def __call__(self, scope, receive, send) -> None:
         try: await super().__call__(scope, receive, send)
         finally: self.job.cancel()
 
-# %% ../nbs/41_server.ipynb #6d223488
-router = APIRouter()
+# %% ../nbs/41_server.ipynb #78481e71
 host_of: Callable[[Request], Host] = lambda request: request.app.state.host
 id_of: Callable[[Request], str] = lambda request: request.scope['request_id']
 
-@router.post('/v1/chat/completions')
-async def chat_completions(request: Request) -> Response:
-    host, req = host_of(request), read_chat(read_body(await receive_body(request)))
-    if not req.stream: return JSONResponse(await unless_gone(request, whole(host, req)))
-    turn, first = await unless_gone(request, begin(host, req))
-    return EventResponse(events(host, turn, first, id_of(request)), turn.job)
-
-def model_card(host: Host, name: str) -> dict:
-    return {'id': name, 'object': 'model', 'created': 0, 'owned_by': 'mlxspec', 'max_model_len': host.engine.context_length}
-
-@router.get('/v1/models')
-async def models(request: Request) -> dict:
-    host = host_of(request)
-    if host.engine is None: raise Later('The model is still loading.', 'loading_model', 2)
-    return {'object': 'list', 'data': [model_card(host, n) for n in host.names]}
-
-@router.get('/v1/models/{name:path}')
-async def model(request: Request, name: str) -> dict:
-    host = host_of(request)
-    if host.engine is None: raise Later('The model is still loading.', 'loading_model', 2)
-    check_model(host, name)
-    return model_card(host, name)
-
-def policy(host: Host) -> MtpPolicySnapshot:
-    "What the policy says; there is always something to say."
-    return host.engine.policy if host.engine else MtpPolicySnapshot.unavailable('worker_not_ready', None)
-
-@router.get('/v1/internal/mtp-policy')
-async def mtp_policy(request: Request) -> dict: return policy(host_of(request)).wire()
-
-@router.get('/health')
-async def health(request: Request) -> Response:
-    host = host_of(request)
-    if (e := unavailable(host)) and not host.stopping:
-        status, body = fault(e, id_of(request))
-        return JSONResponse({'status': 'unavailable', **body}, status)
-    seen = host.engine.snapshot() if host.engine else {}
-    return JSONResponse({'status': 'ok', **seen, 'observability': {'mtp_policy': policy(host).health()}})
-
-@router.get('/health/live')
-async def live() -> dict: return {'status': 'ok'}
-
-@router.get('/health/ready')
-async def ready(request: Request) -> Response:
-    host = host_of(request)
-    yes = unavailable(host) is None and host.taken <= host.max_queue
-    return JSONResponse({'status': 'ok' if yes else 'unavailable'}, 200 if yes else 503)
-
-# %% ../nbs/41_server.ipynb #8a7903d2
 def host_name(header: str) -> str:
     "The name in a Host header, without the port."
     return re.sub(r':\d*$', '', header).lower()
@@ -343,15 +314,16 @@ class Edge:
         scope['request_id'] = request_id = f'req_{self.host.new_id()}'
 
         async def send_with_id(message):
-            if message['type'] == 'http.response.start': message['headers'] = [*message['headers'], (b'x-request-id', request_id.encode())]
+            if message['type'] == 'http.response.start':
+                message['headers'] = [*message['headers'], (b'x-request-id', request_id.encode())]
             await send(message)
 
         app, name = self.app, host_name(dict(scope['headers']).get(b'host', b'').decode('latin-1'))
         if self.host.hosts is not None and name not in self.host.hosts:
-            app = JSONResponse(error_body('This Host name is not served here.', 'host_not_allowed'), 421)
+            app = JSONResponse(error_body('This Host is not served here.', 'host_not_allowed'), 421)
         await app(scope, receive, send_with_id)
 
-# %% ../nbs/41_server.ipynb #d53c9bf7
+# %% ../nbs/41_server.ipynb #213c4171
 async def on_error(request: Request, e: Exception) -> Response:
     "Any exception of a route."
     return refuse(e, *explain(host_of(request), e, id_of(request)))
@@ -360,11 +332,64 @@ async def on_http_error(request: Request, e: Any # starlette's HTTPException
                        ) -> Response:
     "What the router itself refuses."
     where = f'{request.method} {request.url.path[:80]}'
-    if e.status_code == 405: code, text = 'method_not_allowed', f'{where}: this route has another method.'
-    elif e.status_code == 404: code, text = 'unknown_url', f'{where}: there is no such route; a base_url ends in /v1, once.'
-    else: code, text = 'invalid_value', f'{where}: {e.detail}'
-    return JSONResponse(error_body(text, code), e.status_code, e.headers)
+    code, text = {405: ('method_not_allowed', 'this route has another method.'),
+                  404: ('unknown_url', 'there is no such route; a base_url ends in /v1, once.')
+                 }.get(e.status_code, ('invalid_value', e.detail))
+    return JSONResponse(error_body(f'{where}: {text}', code), e.status_code, e.headers)
 
+# %% ../nbs/41_server.ipynb #6d223488
+router = APIRouter()
+
+@router.post('/v1/chat/completions')
+async def chat_completions(request: Request) -> Response:
+    host, req = host_of(request), read_chat(read_body(await receive_body(request)))
+    if not req.stream: return JSONResponse(await unless_gone(request, whole(host, req)))
+    turn, first = await unless_gone(request, begin(host, req))
+    return EventResponse(events(host, turn, first, id_of(request)), turn.job)
+
+def model_card(host: Host, name: str) -> dict:
+    "One entry of the list of models."
+    return {'id': name, 'object': 'model', 'created': 0, 'owned_by': 'mlxspec',
+            'max_model_len': host.engine.context_length}
+
+@router.get('/v1/models')
+async def models(request: Request) -> dict:
+    host = loaded(host_of(request))
+    return {'object': 'list', 'data': [model_card(host, n) for n in host.names]}
+
+@router.get('/v1/models/{name:path}')
+async def model(request: Request, name: str) -> dict:
+    host = loaded(host_of(request))
+    check_model(host, name)
+    return model_card(host, name)
+
+def policy(host: Host) -> MtpPolicySnapshot:
+    "What the policy says; there is always something to say."
+    if host.engine: return host.engine.policy
+    return MtpPolicySnapshot.unavailable('worker_not_ready', None)
+
+@router.get('/v1/internal/mtp-policy')
+async def mtp_policy(request: Request) -> dict: return policy(host_of(request)).wire()
+
+@router.get('/health')
+async def health(request: Request) -> Response:
+    host = host_of(request)
+    if e := unavailable(host):
+        status, body = fault(e, id_of(request))
+        return JSONResponse({'status': 'unavailable', **body}, status)
+    view = {'mtp_policy': policy(host).health()}
+    return JSONResponse({'status': 'ok', **host.engine.snapshot(), 'observability': view})
+
+@router.get('/health/live')
+async def live() -> dict: return {'status': 'ok'}
+
+@router.get('/health/ready')
+async def ready(request: Request) -> Response:
+    host = host_of(request)
+    yes = unavailable(host) is None and host.taken <= host.max_queue
+    return JSONResponse({'status': 'ok' if yes else 'unavailable'}, 200 if yes else 503)
+
+# %% ../nbs/41_server.ipynb #cf18a995
 def make_app(host: Host) -> Edge:
     "The application, as ASGI wants it."
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
@@ -379,23 +404,24 @@ def check_model_path(model: str | None) -> None:
     "Refuse what cannot be a model, without loading it. Raises `ModelError`."
     if model is None: return
     path = Path(model).expanduser()
-    if not path.exists() and re.fullmatch(r'\w[\w.-]*/[\w.-]+', model): return # a repository; loading will tell
+    if not path.exists() and re.fullmatch(r'\w[\w.-]*/[\w.-]+', model): return # a repository
     if not path.is_dir(): raise ModelError(f'There is no model directory at {model}.')
     try: json.loads((path / 'config.json').read_text(encoding='utf-8'))
-    except (OSError, ValueError): raise ModelError(f'{model} is not a model directory: its config.json cannot be read.') from None
+    except (OSError, ValueError): raise ModelError(f'{model} has no readable config.json.') from None
 
 def listen(host: str, port: int) -> socket.socket:
     "A listening socket. Raises `PortBusy` or `ConfigError`."
-    try: family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    try: family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError: raise ConfigError(f'--host {host} is not an address.') from None
-    sock = socket.socket(family, kind, proto)
+    sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
         sock.listen(2048)
     except OSError as e:
         sock.close()
-        if e.errno == errno.EADDRINUSE: raise PortBusy(f'Port {port} of {host} is in use; choose another with --port.') from None
+        if e.errno == errno.EADDRINUSE:
+            raise PortBusy(f'Port {port} of {host} is in use; choose another with --port.') from None
         raise ConfigError(f'Cannot listen on port {port} of {host}: {e.strerror}.') from None
     return sock
 
@@ -414,7 +440,7 @@ def allowed_hosts(bound: str) -> frozenset[str] | None: # None: any
 def fingerprint(engine: Any, mode: str) -> str:
     "Changes with whatever may change an answer: model, drafters, versions, mode."
     from importlib.metadata import version
-    what = engine.name, engine.drafters, mode, mlxspec.__version__, version('mlx'), version('mlx-lm')
+    what = engine.name, engine.drafters, mode, *map(version, ('mlxspec', 'mlx', 'mlx-lm'))
     return 'fp_' + hashlib.sha256(repr(what).encode()).hexdigest()[:10]
 
 # %% ../nbs/41_server.ipynb #53f69c38
@@ -423,12 +449,13 @@ DRAIN_S = 8.0 # seconds between a signal and the cancellation of what still runs
 class Server(uvicorn.Server):
     "uvicorn that drains, and ends quietly."
     def __init__(self, app: Edge, host: Host, log_level: str):
-        super().__init__(uvicorn.Config(app, log_level=log_level, log_config=None, access_log=False, lifespan='off',
-                                        server_header=False, timeout_graceful_shutdown=10))
+        super().__init__(uvicorn.Config(
+            app, log_level=log_level, log_config=None, access_log=False, lifespan='off',
+            server_header=False, timeout_graceful_shutdown=10))
         self.host = host
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        self.force_exit = self.should_exit and sig == signal.SIGINT # the second Ctrl+C does not wait
+        self.force_exit = self.should_exit and sig == signal.SIGINT # a second Ctrl+C does not wait
         self.should_exit = self.host.stopping = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -437,7 +464,10 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 # %% ../nbs/41_server.ipynb #8581c27a
-def load_engine(host: Host, server: Server, settings: Settings, where: str, failures: list[BaseException]) -> None:
+def load_engine(host: Host, server: Server, settings: Settings,
+                where: str, # base URL
+                failures: list[BaseException], # takes what went wrong
+               ) -> None:
     "Load, then say where the server is; a failure stops the server."
     try:
         from mlxspec.engine import Engine
@@ -451,12 +481,14 @@ def load_engine(host: Host, server: Server, settings: Settings, where: str, fail
     if not server.should_exit: print(f'mlxspec serves {what} at {where}', flush=True)
 
 def serve(settings: Settings) -> None:
-    "Serve until a signal comes. Raises `MlxspecError` when that is not possible; nothing is left behind then."
+    "Serve until a signal comes. Raises `MlxspecError` when that cannot be; then nothing is left."
     check_model_path(settings.model)
     sock, failures = listen(settings.host, settings.port), []
-    host = Host(served_name=settings.served_model_name, make_params=settings.params, hosts=allowed_hosts(settings.host))
+    host = Host(served_name=settings.served_model_name, make_params=settings.params,
+                hosts=allowed_hosts(settings.host))
     server = Server(make_app(host), host, settings.log_level)
-    loader = threading.Thread(target=load_engine, args=(host, server, settings, url_of(sock), failures), daemon=True)
+    args = host, server, settings, url_of(sock), failures
+    loader = threading.Thread(target=load_engine, args=args, daemon=True)
     try:
         loader.start()
         server.run([sock])
