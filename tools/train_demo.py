@@ -139,7 +139,7 @@ class Body(nn.Module):
 
 class Target(nn.Module):
     "Hidden after the final norm; `logits` is the tied head."
-    def __init__(s, c=CONFIG): super().__init__(); s.model = Body(c); init(s)
+    def __init__(s, c=CONFIG): super().__init__(); s.model = Body(c); init(s); wire_copying(s, c)
     def forward(s, ids, cache=None): return s.model(ids, cache)
     def logits(s, h): return F.linear(h, s.model.embed_tokens.weight)
 
@@ -175,12 +175,38 @@ def init(m):
     for n, p in m.named_parameters():
         if 'embed_tokens' in n: nn.init.normal_(p, std=.05)
         elif n.endswith(('o_proj.weight', 'down_proj.weight')): nn.init.zeros_(p)
+        elif n.endswith('q_norm.weight'): nn.init.constant_(p, 2.5) # normalised queries and keys are too soft at 1
         elif p.ndim == 2: nn.init.normal_(p, std=p.shape[1]**-.5 * .8)
+
+@torch.no_grad()
+def wire_copying(m, c, heads=3):
+    """Start with a copying circuit (Olsson et al. 2022, "induction heads") that a long training would find by itself.
+
+    One head of layer 0 looks one token back and writes what it saw into a subspace. Some heads of layer 1 look for the place whose
+    previous token is the current one, and write what stands there. Random rotations, so nothing else is tied to the choice.
+    """
+    H, hd, half = c['hidden_size'], c['head_dim'], c['head_dim']//2
+    E, l0, l1 = m.model.embed_tokens.weight, m.model.layers[0].self_attn, m.model.layers[1].self_attn
+    E[:, 0] = .15                                            # a constant that queries of position can stand on
+    basis = lambda n: torch.cat([torch.zeros(1, n), torch.linalg.qr(torch.randn(H-1, n))[0]]) # [H, n], orthonormal, free of the constant
+    seen, put = basis(hd), basis(hd)                         # what is read of a token, and where the token before is written
+    u = torch.zeros(hd); u[[0, 1, 2]] = 1.                   # the three fastest rotations tell neighbours apart
+    cs = angles(1, hd, start=1)
+    l0.q_proj.weight[:hd] = 0; l0.k_proj.weight[:hd] = 0
+    l0.q_proj.weight[:hd, 0] = u; l0.k_proj.weight[:hd, 0] = rope(u[None], *cs)[0]
+    l0.v_proj.weight[:hd] = seen.T; l0.o_proj.weight[:, :hd] = .11*put
+    slow = list(range(half//2, half)) + list(range(half + half//2, hd)) # dimensions that barely rotate within a text
+    out = basis(hd*heads)
+    for h in range(heads):
+        r = slice(h*hd, (h+1)*hd)
+        l1.q_proj.weight[r] = 0; l1.k_proj.weight[r] = 0
+        l1.q_proj.weight[r][slow] = seen.T[:half]; l1.k_proj.weight[r][slow] = put.T[:half]
+        l1.v_proj.weight[r] = out.T[r]; l1.o_proj.weight[:, r] = .3*out[:, r]
 
 # --- data: chunks of conversations, seeded by their number, cut into batches of like length
 class Data:
-    def __init__(s, seed, steps, tokens=4096, per=1600):
-        s.tok, s.seed, s.steps, s.tokens, s.per = Tokenizer.from_file(str(TARGET/'tokenizer.json')), seed, steps, tokens, per
+    def __init__(s, seed, steps, tokens=4096, per=1600, late=800):
+        s.late = late; s.tok, s.seed, s.steps, s.tokens, s.per = Tokenizer.from_file(str(TARGET/'tokenizer.json')), seed, steps, tokens, per
     def encode(s, items):
         "(ids, 1 where an answer token is to be predicted) per conversation."
         a = s.tok.encode_batch([C.render(i.messages, i.tools) for i in items])
@@ -194,21 +220,29 @@ class Data:
     def batches(s, rows, r=None):
         rows, out, cur = sorted(rows, key=lambda x: len(x[0])), [], []
         for x in rows:
-            if cur and (len(cur)+1)*(-(-len(x[0])//8)*8) > s.tokens: out.append(cur); cur = []
+            if cur and (len(cur)+1)*(-(-len(x[0])//8)*8) > s.tokens//4: out.append(cur); cur = []
             cur.append(x)
         out.append(cur)
         if r: r.shuffle(out)
         return out
-    def size(s, step): return min(1., .15 + step/(.3*s.steps))
-    def stream(s, step=0):
-        "Batches for ever; the place in the stream depends only on the step, so a resumed run sees what the first would have."
-        chunk, at = 0, 0
+    def size(s, step): return min(1., .15 + step/1350) if s.steps > 1 else 1.
+    def stream(s, step=0, mix=4, start=(0, 0)):
+        """Steps for ever, each a few small batches: short, middling and long exercises, so that every step sees every kind.
+
+        The place in the stream depends only on the step: a resumed run sees what the first would have.
+        """
+        chunk, at = start
         while True:
+            s.start = chunk, at # a place to begin from when resuming
             r = random.Random(s.seed*1000003 + chunk)
-            rows = s.encode([C.conversation(r, s.size(at)) for _ in range(s.per)])
-            bs = s.batches(rows, r)
-            for b in bs[:-1] if len(bs) > 1 else bs:
-                if at >= step: yield s.pad(b)
+            late = at >= s.late
+            size = lambda: s.size(at)*(r.random() if late and r.random() < .6 else 1) # later on: more exercises, rather than longer ones
+            bs = s.batches(s.encode([C.conversation(r, size(), tasks=C.LATE if late else C.TASKS) for _ in range(s.per)]))
+            n = len(bs)//mix
+            parts = [bs[i*n:(i+1)*n] for i in range(mix)]
+            for p in parts: r.shuffle(p)
+            for group in zip(*parts):
+                if at >= step: yield [s.pad(b) for b in group]
                 at += 1
             chunk += 1
     def held(s, n, seed=10**6):
@@ -274,27 +308,48 @@ def log_line(path, **kw):
     s = json.dumps(kw); print(s, flush=True)
     with open(path, 'a') as f: f.write(s + '\n')
 
-def train_target(a):
-    torch.manual_seed(a.seed); data = Data(a.seed, a.steps, a.tokens); m = Target(); ema = Ema(m); opts = optimisers(m, a.lr); step, spent = 0, 0.
+def run_workers(f, a):
+    "f(rank, a) in a.workers processes that share every step: on a busy machine they wait for each other once a step, threads at every product."
+    if a.workers == 1: return f(0, a)
+    (a.work/'meet').unlink(missing_ok=True)
+    torch.multiprocessing.spawn(worker, (f, a), nprocs=a.workers)
+
+def worker(rank, f, a):
+    torch.set_num_threads(max(1, a.threads//a.workers))
+    torch.distributed.init_process_group('gloo', init_method=f'file://{a.work}/meet', rank=rank, world_size=a.workers)
+    f(rank, a)
+
+def share_gradients(m, a):
+    "Add up what the workers found."
+    if a.workers == 1: return
+    ps = [p for p in m.parameters() if p.requires_grad]
+    flat = torch.cat([(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in ps]); torch.distributed.all_reduce(flat)
+    for p, g in zip(ps, flat.split([p.numel() for p in ps])): p.grad = g.view_as(p)
+
+def train_target(rank, a):
+    torch.manual_seed(a.seed); data = Data(a.seed, a.steps, a.tokens); m = Target(); ema = Ema(m); opts = optimisers(m, a.lr); step, spent, start = 0, 0., (0, 0)
     ck, out = a.work/'target.pt', a.work/'target.jsonl'
     if ck.exists():
-        d = torch.load(ck, weights_only=False); m.load_state_dict(d['m']); ema.w = d['ema']; step, spent = d['step'], d['spent']
+        d = torch.load(ck, weights_only=False); m.load_state_dict(d['m']); ema.w = d['ema']; step, spent, start = d['step'], d['spent'], d.get('start', start)
         for o, s in zip(opts, d['opts']): o.load_state_dict(s)
-    run = torch.compile(m, dynamic=True) if a.compile else m
-    held = [i for i in data.held(24) if i.task != 'story']
+    held = [i for i in data.held(12) if i.task != 'story']
     t0, seen, losses = time.time(), 0, []
-    for ids, w in data.stream(step):
+    for group in data.stream(step, start=start):
         if step >= a.steps: break
         for o in opts:
             for g in o.param_groups: g.setdefault('base', g['lr']); g['lr'] = g['base']*schedule(step, a.steps)
-        with amp(): h = run(ids[:, :-1])[w[:, 1:]]; logits = m.logits(h)
-        loss = F.cross_entropy(logits.float(), ids[:, 1:][w[:, 1:]]); loss.backward()
+        n, loss = sum(int(w[:, 1:].sum()) for _, w in group), 0.
+        for ids, w in group[rank::a.workers]:
+            with amp(): logits = m.logits(m(ids[:, :-1])[w[:, 1:]])
+            l = F.cross_entropy(logits.float(), ids[:, 1:][w[:, 1:]], reduction='sum')/n; l.backward(); loss += l.item()*a.workers
+        share_gradients(m, a)
         nn.utils.clip_grad_norm_(m.parameters(), 1.)
         for o in opts: o.step(); o.zero_grad(set_to_none=True)
-        step += 1; seen += ids.numel(); losses.append(loss.item()); ema.update(m, step)
-        if step % 50 == 0: log_line(out, step=step, loss=round(float(np.mean(losses)), 4), size=round(data.size(step), 2), tok_s=int(seen/(time.time()-t0)), minutes=round((spent+time.time()-t0)/60, 1)); losses = []
+        step += 1; seen += sum(i.numel() for i, _ in group); losses.append(loss); ema.update(m, step)
+        if rank: continue
+        if step % 25 == 0: log_line(out, step=step, loss=round(float(np.mean(losses)), 4), size=round(data.size(step), 2), tok_s=int(seen/(time.time()-t0)), minutes=round((spent+time.time()-t0)/60, 1)); losses = []
         if step % a.every == 0 or step == a.steps:
-            torch.save(dict(m=m.state_dict(), ema=ema.w, opts=[o.state_dict() for o in opts], step=step, spent=spent+time.time()-t0), ck.with_suffix('.tmp')); ck.with_suffix('.tmp').rename(ck)
+            torch.save(dict(m=m.state_dict(), ema=ema.w, opts=[o.state_dict() for o in opts], step=step, start=data.start, spent=spent+time.time()-t0), ck.with_suffix('.tmp')); ck.with_suffix('.tmp').rename(ck)
             e = Target(); e.load_state_dict(ema.w); acc = accuracy(e, data, held)
             log_line(out, step=step, held_out=round(float(np.mean(list(acc.values()))), 3), **{k: round(v, 2) for k, v in acc.items()})
 
@@ -318,7 +373,8 @@ def continue_texts(m, data, items, n=160, temperature=0., seed=0):
 def teach(m, ids, w):
     "What the head sees and should say: embeddings and hiddens of entries, the target's logits one entry on, which entries count."
     h = m(ids); lg = m.logits(h)
-    return m.model.embed_tokens(ids[:, 1:-1]).detach(), h[:, :-2], lg[:, 1:-1], w[:, 2:].clone()
+    w = w[:, 2:].clone(); w[:, :3] = False # the first entries have nothing behind them for drafts 2 and 3
+    return m.model.embed_tokens(ids[:, 1:-1]).detach(), h[:, :-2], lg[:, 1:-1], w
 
 @torch.no_grad()
 def acceptance(m, head, data, rows):
@@ -326,45 +382,63 @@ def acceptance(m, head, data, rows):
     hit, n = np.zeros(3), 0
     for b in data.batches(rows):
         ids, w = data.pad(b); e, h, lg, w = teach(m, ids, w); best = lg.argmax(-1)
-        right = [m.logits(o).argmax(-1) == best for o in head(e, h)]; run = right[0]; w[:, :3] = False
+        right = [m.logits(o).argmax(-1) == best for o in head(e, h)]; run = right[0]
         runs = [run]
         for j in (1, 2): run = torch.roll(run, 1, 1) & right[j]; runs.append(run)
         hit += [float((r & w).sum()) for r in runs]; n += int(w.sum())
     return (hit/n).round(4).tolist()
 
-def train_head(a):
-    torch.manual_seed(a.seed+1); data = Data(a.seed+7, 1, a.tokens); m = Target(); m.load_state_dict({k: v.float() for k, v in load_file(TARGET/'model.safetensors').items()}); m.requires_grad_(False)
-    head = Head(); ema = Ema(head); opts = optimisers(head, a.lr); step, spent = 0, 0.; ck, out = a.work/'head.pt', a.work/'head.jsonl'; t0 = time.time()
-    bank, r = a.work/'stories.json', random.Random(a.seed+5)
-    if not bank.exists():
-        prompts = [C.conversation(r, 1, tasks={C.story: 1}) for _ in range(1200)]
-        bank.write_text(json.dumps(continue_texts(m, data, prompts[:600]) + continue_texts(m, data, prompts[600:], temperature=1., seed=1)))
-    own = json.loads(bank.read_text()); print('own stories', len(own), round(time.time()-t0), 's', flush=True)
+def own_stories(m, data, a):
+    "Stories in the target's own words, greedy and sampled: what a head has to follow where the curriculum leaves a choice."
+    f, r = a.work/'stories.json', random.Random(a.seed+5)
+    if not f.exists():
+        prompts = [C.conversation(r, 1, tasks={C.story: 1}) for _ in range(a.stories)]; h = len(prompts)//2
+        f.write_text(json.dumps(continue_texts(m, data, prompts[:h]) + continue_texts(m, data, prompts[h:], temperature=1., seed=1)))
+    return json.loads(f.read_text())
+
+def train_stories(a):
+    m = Target(); m.load_state_dict({k: v.float() for k, v in load_file(TARGET/'model.safetensors').items()}); own_stories(m, Data(a.seed+7, 1), a)
+
+def train_head(rank, a):
+    torch.manual_seed(a.seed+1); data = Data(a.seed+7, 1, a.tokens); m = Target(); m.requires_grad_(False)
+    m.load_state_dict({k: v.float() for k, v in load_file(TARGET/'model.safetensors').items()})
+    head = Head(); ema = Ema(head); opts = optimisers(head, a.lr); step, spent, start = 0, 0., (0, 0); ck, out = a.work/'head.pt', a.work/'head.jsonl'
     if ck.exists():
-        d = torch.load(ck, weights_only=False); head.load_state_dict(d['m']); ema.w = d['ema']; step, spent = d['step'], d['spent']
+        d = torch.load(ck, weights_only=False); head.load_state_dict(d['m']); ema.w = d['ema']; step, spent, start = d['step'], d['spent'], d.get('start', start)
         for o, s in zip(opts, d['opts']): o.load_state_dict(s)
-    held = continue_texts(m, data, data.held(16)); t0, losses = time.time(), []
-    plain = data.encode
+    held = continue_texts(m, data, data.held(8)) if rank == 0 else None
+    own, plain, t0, losses = own_stories(m, data, a), data.encode, time.time(), []
     data.encode = lambda items: [own[sum(x[0]) % len(own)] if i.task == 'story' else x for i, x in zip(items, plain(items))]
-    for ids, w in data.stream(step):
+    for group in data.stream(step, start=start):
         if step >= a.steps: break
         for o in opts:
             for g in o.param_groups: g.setdefault('base', g['lr']); g['lr'] = g['base']*schedule(step, a.steps)
-        with torch.no_grad(), amp(): e, h, lg, w = teach(m, ids, w)
-        w[:, :3] = False; aim = torch.softmax(lg[w].float(), -1)
-        with amp(): logits = [m.logits(o[w]) for o in head(e, h)]
-        ces = [F.cross_entropy(x.float(), aim) for x in logits]
-        loss = ces[0] + .5*ces[1] + .3*ces[2]; loss.backward(); nn.utils.clip_grad_norm_(head.parameters(), 1.)
+        n, ces = sum(int(w[:, 3:].sum()) for _, w in group), np.zeros(3)
+        for ids, w in group[rank::a.workers]:
+            with torch.no_grad(), amp(): e, h, lg, w = teach(m, ids, w)
+            aim = torch.softmax(lg[w].float(), -1)
+            with amp(): ls = [F.cross_entropy(m.logits(o[w]).float(), aim, reduction='sum')/n for o in head(e, h)]
+            (ls[0] + .5*ls[1] + .3*ls[2]).backward(); ces += [l.item()*a.workers for l in ls]
+        share_gradients(head, a)
+        nn.utils.clip_grad_norm_(head.parameters(), 1.)
         for o in opts: o.step(); o.zero_grad(set_to_none=True)
-        step += 1; losses.append([c.item() for c in ces]); ema.update(head, step)
-        if step % 50 == 0: log_line(out, step=step, loss=np.mean(losses, 0).round(4).tolist(), minutes=round((spent+time.time()-t0)/60, 1)); losses = []
+        step += 1; losses.append(ces); ema.update(head, step)
+        if rank: continue
+        if step % 25 == 0: log_line(out, step=step, loss=np.mean(losses, 0).round(4).tolist(), minutes=round((spent+time.time()-t0)/60, 1)); losses = []
         if step % a.every == 0 or step == a.steps:
-            torch.save(dict(m=head.state_dict(), ema=ema.w, opts=[o.state_dict() for o in opts], step=step, spent=spent+time.time()-t0), ck)
-            e_ = Head(); e_.load_state_dict(ema.w); p = acceptance(m, e_, data, held); log_line(out, step=step, accepted_by_position=p, accepted_per_drafted_k3=round((p[0]+p[1])/2, 4))
+            torch.save(dict(m=head.state_dict(), ema=ema.w, opts=[o.state_dict() for o in opts], step=step, start=data.start, spent=spent+time.time()-t0), ck)
+            e_ = Head(); e_.load_state_dict(ema.w); p = acceptance(m, e_, data, held); log_line(out, step=step, accepted_by_position=p, accepted_k3=round((p[0]+p[1])/2, 4))
 
 def bf16(w): return {k: v.detach().to(torch.bfloat16).contiguous() for k, v in w.items()}
 
+def history(f):
+    "A training log, thinned out: the loss every 50 steps, held-out accuracy or acceptance whenever it was measured."
+    es = [json.loads(l) for l in f.read_text().splitlines()]
+    return [{k: v for k, v in e.items() if k in ('step', 'loss', 'held_out', 'accepted_by_position')} for e in es if 'loss' not in e or e['step'] % 50 == 0]
+
 def export(a, random_weights=False):
+    for name, d in (('target', TARGET), ('head', HEAD)):
+        if (f := a.work/f'{name}.jsonl').exists() and not random_weights: (d/'training.json').write_text('[' + ',\n '.join(map(json.dumps, history(f))) + ']\n')
     write(TARGET/'config.json', CONFIG); write(HEAD/'config.json', HEAD_CONFIG)
     torch.manual_seed(0)
     t = Target().state_dict() if random_weights else torch.load(a.work/'target.pt', weights_only=False)['ema']
@@ -379,11 +453,13 @@ def main():
     p.add_argument('what', choices=['tokenizer', 'target', 'head', 'export'])
     p.add_argument('--steps', type=int, default=4000); p.add_argument('--lr', type=float, default=.02); p.add_argument('--tokens', type=int, default=4096)
     p.add_argument('--seed', type=int, default=0); p.add_argument('--every', type=int, default=250); p.add_argument('--threads', type=int, default=2)
-    p.add_argument('--compile', action='store_true'); p.add_argument('--work', type=Path, default=ROOT/'_train')
+    p.add_argument('--workers', type=int, default=2); p.add_argument('--stories', type=int, default=800); p.add_argument('--work', type=Path, default=ROOT/'_train')
     a = p.parse_args(); a.work.mkdir(parents=True, exist_ok=True); torch.set_num_threads(a.threads)
     if a.what == 'tokenizer': train_tokenizer(); export(a, random_weights=True)
-    elif a.what == 'target': train_target(a)
-    elif a.what == 'head': train_head(a)
+    elif a.what == 'target': run_workers(train_target, a)
+    elif a.what == 'head':
+        if a.workers > 1 and not (a.work/'stories.json').exists(): train_stories(a)
+        run_workers(train_head, a)
     else: export(a)
 
 if __name__ == '__main__': main()
