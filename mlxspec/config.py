@@ -135,6 +135,7 @@ class Settings:
     top_p: float = option(1.0, 'nucleus mass kept; 1 keeps all', lo=0, hi=1)
     top_k: int = option(0, 'most likely tokens kept; 0 keeps all', lo=0)
     min_p: float = option(0.0, 'least probability kept, relative to the most likely token', lo=0, hi=1)
+    accept_law: str = option('coupled', 'how drafts are accepted above temperature 0', choices=('coupled', 'rejection'))
     prefill_chunk_tokens: int = option(2048, 'prompt tokens read per forward', lo=1)
     mtp_adaptive: bool = option(True, 'measure whether the multi-token head pays on this machine', ('serve',))
     enable_mtp_b1: bool | None = option(None, 'pin the multi-token head on or off instead of measuring', ('serve',))

@@ -14,8 +14,8 @@ from typing import Any, Protocol, runtime_checkable
 
 # %% auto #0
 __all__ = ['MlxspecError', 'ConfigError', 'ModelError', 'PairError', 'BackendError', 'PortBusy', 'RequestError', 'EngineError',
-           'Cancelled', 'round_half_away', 'Params', 'Proposal', 'Forward', 'Rows', 'Accepted', 'StepResult', 'Emitted',
-           'Chunk', 'RequestStats', 'SequenceView', 'DraftState', 'Drafter']
+           'NumericalError', 'Cancelled', 'round_half_away', 'Params', 'Proposal', 'Forward', 'Rows', 'Accepted',
+           'StepResult', 'Emitted', 'Chunk', 'RequestStats', 'SequenceView', 'DraftState', 'Drafter']
 
 # %% ../nbs/00_core.ipynb #29892cdb
 class MlxspecError(Exception):
@@ -51,6 +51,10 @@ class EngineError(MlxspecError):
     "The engine failed a request that was right; the next request is unaffected."
     exit_code, status, code = 70, 500, 'engine_error'
 
+class NumericalError(EngineError):
+    "The target computed something that is no number."
+    code = 'numerical_error'
+
 class Cancelled(MlxspecError):
     "The request was cancelled by whoever asked."
     exit_code, status, code = 130, 499, 'cancelled'
@@ -68,6 +72,7 @@ def round_half_away(x: float, # any finite number
 class Params:
     "What a request asks for, apart from its prompt."
     max_tokens: int = 512           # most tokens to emit; at least 1
+    min_tokens: int = 0             # tokens before which nothing ends the text but max_tokens
     temperature: float = 0.0        # 0 is greedy
     top_p: float = 1.0              # nucleus mass kept; 1 (or 0, as in mlx-lm) keeps all
     top_k: int = 0                  # most likely tokens kept; 0 or >= vocabulary keeps all
@@ -81,16 +86,21 @@ class Params:
     stop: tuple[str, ...] = ()      # strings that end the text; not part of it
     ignore_eos: bool = False        # go on to max_tokens whatever the target says
     logprobs: int | None = None     # None: no log-probabilities; n: the chosen token's and the n most likely
+    logprobs_of: str = 'raw'        # 'raw': what the target said; 'processed': what the token was drawn from
+    accept_law: str = 'coupled'     # how sampled drafts are accepted: 'coupled' or 'rejection'
     speculate: bool = True          # False: no drafter runs for this request
 
     def __post_init__(self):
         for name, (lo, hi) in _RANGES.items(): _check_range(name, getattr(self, name), lo, hi)
+        for name, words in _CHOICES.items():
+            if getattr(self, name) not in words: raise RequestError(f'{name} must be {" or ".join(words)}, not {getattr(self, name)!r}.', name)
         if len(self.stop) > 16: raise RequestError(f'stop takes at most 16 strings, not {len(self.stop)}.', 'stop')
         if any(not s for s in self.stop): raise RequestError('stop strings must not be empty.', 'stop')
         for i, b in self.logit_bias.items():
             if not math.isfinite(b) or abs(b) > 100: raise RequestError(f'logit_bias values must be between -100 and 100, not {b}.', f'logit_bias.{i}')
 
-_RANGES = dict(max_tokens=(1, None), temperature=(0, 2), top_p=(0, 1), top_k=(0, None), min_p=(0, 1), frequency_penalty=(-2, 2),
+_CHOICES = dict(logprobs_of=('raw', 'processed'), accept_law=('coupled', 'rejection'))
+_RANGES = dict(max_tokens=(1, None), min_tokens=(0, None), temperature=(0, 2), top_p=(0, 1), top_k=(0, None), min_p=(0, 1), frequency_penalty=(-2, 2),
                presence_penalty=(-2, 2), repetition_penalty=(1e-3, 100), repetition_context_size=(1, None), logprobs=(0, 20))
 
 def _check_range(name, v, lo, hi):
@@ -119,8 +129,10 @@ class Forward:
 @dataclass(frozen=True)
 class Rows:
     "What the target says at each input row, under the request's law."
-    choice: Any                       # [L] token ids (lazy)
-    logprobs: Any                     # [L, V] log-probabilities the choice was made from, before temperature and noise
+    choice: Any                       # [L] token ids (lazy); -1 where the logits were no numbers
+    logprobs: Any                     # [L, V] after bias, penalties and mask, before filters, temperature and noise
+    raw: Any = None                   # [L, V] log-probabilities of the target's own logits, when asked for
+    processed: Any = None             # [L, V] those of the distribution the choice was drawn from, when asked for
 
 @dataclass(frozen=True)
 class Accepted:
