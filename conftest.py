@@ -12,9 +12,9 @@ chosen = os.environ.get('MLXSPEC_BLAS', 'off')
 for name in [n for n in os.environ if n.startswith('MLXSPEC_')]: del os.environ[name]
 os.environ.update(MLXSPEC_BLAS=chosen, HF_HUB_OFFLINE='1')
 
-# The config file of the person who runs the tests is not read.
+# No config file or measurement of the person who runs the tests is read or written.
 home = tempfile.TemporaryDirectory(prefix='mlxspec-test-')
-os.environ['XDG_CONFIG_HOME'] = home.name
+os.environ.update(XDG_CONFIG_HOME=home.name, MLXSPEC_CACHE_DIR=home.name)
 
 
 def pytest_collection_modifyitems(items):
