@@ -34,6 +34,8 @@ def moved(old: mx.array | None, # [B, H, n, D] strip, or None
 
 class WindowCache(RotatingKVCache):
     "Keys and values of the last `max_size` tokens, in time order; any recent rows can be taken back."
+    keys: Any # [B, H, strip, D]; None before the first step
+    values: Any
     def __init__(self, max_size: int): # the window, in tokens
         super().__init__(max_size)
         self.end = 0   # rows of the strip in use

@@ -60,11 +60,12 @@ def responses(run: Running, chunk: Chunk, # one step
               started: float, # perf_counter when the first token came
              ) -> Generator[GenerationResponse]:
     "The tokens of one step as mlx-lm's responses."
+    rows: Any = run.rows
     last, before = len(chunk.tokens) - 1, len(run.seq.emitted) - len(chunk.tokens)
     for i, (t, text) in enumerate(zip(chunk.tokens, chunk.texts, strict=True)):
         n = before + i + 1
         yield GenerationResponse(
-            text=text, token=t.id, logprobs=run.rows.logprobs[i], from_draft=t.origin != 'target',
+            text=text, token=t.id, logprobs=rows.logprobs[i], from_draft=t.origin != 'target',
             prompt_tokens=run.seq.prompt_len, prompt_tps=prompt_tps,
             generation_tokens=n, generation_tps=n / max(time.perf_counter() - started, 1e-9),
             peak_memory=mx.get_peak_memory() / 1e9, finish_reason=chunk.finish_reason if i == last else None)

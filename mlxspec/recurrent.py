@@ -24,7 +24,7 @@ __all__ = ['Record', 'Tape', 'ListenedConv1d', 'listen', 'recording', 'fits', 'r
 class Record:
     "What went into one recurrent layer during one forward."
     convs: list[mx.array]                   # inputs of its convolutions, [B, w + S, C] with w rows of the old window in front
-    update: Callable | None = None          # the recurrence
+    update: Callable                        # the recurrence
     args: tuple = ()                        # its arguments: q, k, v, a, b over S rows, then A_log, dt_bias, state, mask
     kwargs: dict[str, Any] = field(default_factory=dict)
 

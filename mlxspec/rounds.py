@@ -152,8 +152,9 @@ def verify_step(target: Target, run: Running,
         rows = run.law.rows(f.logits[0], position, run.past, block[1:])
         detail = detail_of(rows, seq.params.logprobs)
         mx.eval(rows.choice, drafts, *detail.values())
-        t1, guesses = time.perf_counter(), drafts.tolist()
-        kept = accept(rows.choice.tolist(), guesses)
+        t1 = time.perf_counter()
+        guesses, choices = _ints(drafts), _ints(rows.choice)
+        kept = accept(choices, guesses)
         deltas = _commit_all(seq, guesses[:kept.n], proposal.sources, kept.next_token, to_host(detail))
         t2 = time.perf_counter()
         txn.commit(keep=len(deltas))
@@ -165,6 +166,9 @@ def verify_step(target: Target, run: Running,
     wall = time.perf_counter() - t0
     phases = dict(verify=t1 - t0, commit=t2 - t1, rollback=wall - (t2 - t0))
     return StepResult('verify', wall, len(deltas), len(block), len(guesses), n, proposal.sources[0], phases=phases), chunk_of(seq, deltas)
+
+def _ints(a: mx.array) -> Any: # list[int]
+    return a.tolist()
 
 def _commit_all(seq: Sequence, kept: list[int], sources: tuple[str, ...], bonus: int, detail: dict) -> list[Delta]:
     "Commit accepted drafts and the bonus until one of them ends the text."

@@ -103,7 +103,7 @@ class Transaction:
         self.target, self.cache, self.rows = target, cache, rows
         self.entries = entries_of(cache)
         self.memory = [remember(e) for e in self.entries]
-        self._ids: mx.array | None = None
+        self._ids = mx.zeros((1, 0), dtype=mx.int32)
         self._tape: Tape | None = None
         self._open, self._stack = True, ExitStack()
 

@@ -72,6 +72,7 @@ def load_head(path: Path) -> tuple[Head, HeadArgs]:
     try: net, config = load_model(path, get_model_classes=lambda config: (Head, HeadArgs))
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as e: # everything a broken directory raises in mlx-lm
         raise PairError(f'{path.name} cannot be loaded as a qwen3_5_mtp head: {" ".join(str(e).split())[:300]}') from e
+    assert isinstance(net, Head)
     return net, HeadArgs.from_dict(config)
 
 def head_tensors(path: Path, # directory of a target
@@ -79,7 +80,8 @@ def head_tensors(path: Path, # directory of a target
     "The `mtp.` tensors inside a target's checkpoint."
     found = {}
     for f in sorted(path.glob('*.safetensors')):
-        found |= {k[k.index('mtp.'):]: v for k, v in mx.load(str(f)).items() if k.startswith(('mtp.', 'model.mtp.', 'language_model.mtp.'))}
+        tensors: Any = mx.load(str(f))
+        found |= {k[k.index('mtp.'):]: v for k, v in tensors.items() if k.startswith(('mtp.', 'model.mtp.', 'language_model.mtp.'))}
     return found
 
 def load_inner_head(path: Path, # directory of a target
@@ -93,8 +95,8 @@ def load_inner_head(path: Path, # directory of a target
         nn.quantize(net, quant['group_size'], quant['bits'], class_predicate=lambda p, m: f'{p}.scales' in weights)
     try: net.load_weights(list(weights.items()))
     except ValueError as e: raise PairError(f'The head inside {path.name} does not fit: {" ".join(str(e).split())[:300]}') from e
-    mx.eval(net.parameters())
-    return net.eval(), args
+    mx.eval(net.eval().parameters())
+    return net, args
 
 # %% ../../nbs/15_qwen3_5_mtp.ipynb #34286a9a
 BACKLOG = 256 # pairs that are collected before they are read
@@ -112,7 +114,7 @@ class MtpState:
         "An independent copy."
         caches = [KVCache() for _ in self.cache]
         for new, old in zip(caches, self.cache, strict=True):
-            if old.keys is not None: new.keys, new.values, new.offset = mx.array(old.keys), mx.array(old.values), old.offset
+            if old.keys is not None and old.values is not None: new.state = mx.array(old.keys), mx.array(old.values), old.offset
         return MtpState(caches, list(self.tokens), list(self.hidden), self.last, self.guessed)
 
     def close(self) -> None: self.cache, self.tokens, self.hidden, self.last = [], [], [], None
@@ -133,7 +135,8 @@ def catch_up(net: Head, target: Any, s: MtpState) -> None:
 def guess(net: Head, target: Any, s: MtpState, n: int, # drafts
           law: Any) -> mx.array: # [n] lazy token ids; law: DraftLaw
     "Draft `n` tokens, each from the head's own state and guess before it."
-    hidden, drafts = s.last, []
+    hidden: Any = s.last
+    drafts: list[mx.array] = []
     for i in range(n):
         drafts.append(law.draw(target.head(hidden)[0]))
         if i < n - 1:
@@ -179,7 +182,7 @@ def check_pair(args: HeadArgs, target: Any, name: str) -> None:
 
 @register('qwen3_5_mtp')
 def build_qwen3_5_mtp(target: Any, path: Path | None, # None: the head inside the target's checkpoint
-                      block_size: int | None) -> Qwen35Mtp:
+                      block_size: int | None) -> Any: # a Qwen35Mtp
     "Load a head for a target."
     if path is None and target.path is None: raise PairError(f'{target.name} was not loaded from a directory, so there is no head inside it.')
     net, args = load_head(path) if path else load_inner_head(target.path, target.config)
