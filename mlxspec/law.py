@@ -8,17 +8,20 @@ Docs: https://mlxspec.github.io/mlxspec/law.html.md"""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from .core import Params, Rows
 
 # %% auto #0
-__all__ = ['NO_DRAFTS', 'normalise', 'top_p', 'min_p', 'top_k', 'Past', 'penalise', 'pasts_of', 'noise_key', 'gumbel', 'Law',
-           'DraftLaw']
+__all__ = ['PerRow', 'TOKEN', 'DRAFT', 'ACCEPT', 'RESIDUAL', 'Mask', 'NO_DRAFTS', 'normalise', 'alike', 'top_p', 'min_p', 'top_k',
+           'filtered', 'Past', 'penalise', 'noise_key', 'gumbel', 'uniform', 'masks', 'endless', 'checked', 'Law',
+           'spread', 'DraftLaw']
 
 # %% ../nbs/04_law.ipynb #e83c850a
 def normalise(logits: mx.array, # [L, V]
@@ -26,11 +29,17 @@ def normalise(logits: mx.array, # [L, V]
     "Log-softmax as mlx-lm computes it, row by row."
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
-# %% ../nbs/04_law.ipynb #51f92d22
+# %% ../nbs/04_law.ipynb #ba6cd15d
+PerRow = mx.array | float # one value for all rows, or [L, 1] with one per row
+
+def alike(v: PerRow, x: mx.array) -> PerRow:
+    "A parameter in the dtype of `x`, as MLX treats a Python number: the dtype of the result stays that of `x`."
+    return v.astype(x.dtype) if isinstance(v, mx.array) else v
+
 def top_p(x: mx.array, # [L, V] log-probabilities
-          p: mx.array | float, # nucleus mass in (0, 1), scalar or [L, 1]
+          p: PerRow, # nucleus mass in (0, 1)
          ) -> mx.array: # [L, V], -inf outside the nucleus
-    "Nucleus filter (Holtzman et al. 2020); ties with the last kept value stay."
+    "Nucleus filter (Holtzman et al. 2020)."
     s = mx.sort(x, axis=-1)
     mass = mx.exp(s.astype(mx.float32))
     above = mx.cumsum(mass, axis=-1, reverse=True, inclusive=False) # mass of everything more likely
@@ -39,18 +48,27 @@ def top_p(x: mx.array, # [L, V] log-probabilities
     return mx.where(x < mx.take_along_axis(s, cut, axis=-1), -math.inf, x)
 
 def min_p(x: mx.array, # [L, V] log-probabilities
-          log_m: mx.array | float, # natural log of the least relative probability, scalar or [L, 1]
+          log_m: PerRow, # natural log of the least relative probability
          ) -> mx.array: # [L, V]
     "Drop tokens less than exp(log_m) times as likely as the best one."
-    return mx.where(x < x.max(axis=-1, keepdims=True) + log_m, -math.inf, x)
+    return mx.where(x < x.max(axis=-1, keepdims=True) + alike(log_m, x), -math.inf, x)
 
 def top_k(x: mx.array, # [L, V] log-probabilities
-          k: mx.array | int, # tokens kept, scalar or [L, 1]
+          k: mx.array | int, # tokens kept, 1..V: a number or [L, 1]
          ) -> mx.array: # [L, V]
-    "Keep the k most likely tokens; k of V or more keeps all."
-    order = mx.argsort(-x, axis=-1)
-    rank = mx.put_along_axis(mx.zeros_like(order), order, mx.broadcast_to(mx.arange(x.shape[-1], dtype=order.dtype), x.shape), axis=-1)
-    return mx.where(rank >= k, -math.inf, x)
+    "Keep the k most likely tokens."
+    at = x.shape[-1] - k # of the least one kept, in ascending order
+    if isinstance(at, int): least = mx.partition(x, at, axis=-1)[..., at:at + 1]
+    else: least = mx.take_along_axis(mx.sort(x, axis=-1), at, axis=-1)
+    return mx.where(x < least, -math.inf, x)
+
+def filtered(x: mx.array, # [L, V] log-probabilities
+             p: Params) -> mx.array: # [L, V], -inf where removed
+    "The filters of a request, in mlx-lm's order."
+    if 0 < p.top_p < 1: x = top_p(x, p.top_p)
+    if p.min_p > 0: x = min_p(x, math.log(p.min_p))
+    if 0 < p.top_k < x.shape[-1]: x = top_k(x, p.top_k)
+    return x
 
 # %% ../nbs/04_law.ipynb #d1be535d
 @dataclass(frozen=True)
@@ -66,34 +84,44 @@ class Past:
         if output: counts = counts.at[mx.array(output)].add(1)
         return cls(counts, mx.array([vocab] * (window - len(tail)) + tail, dtype=mx.int32))
 
-    def push(self, token: mx.array, # [1] id, may be lazy
+    def push(self, tokens: mx.array, # [m] ids, may be lazy
             ) -> Past:
-        "The past after one more output token."
-        return Past(self.counts.at[token].add(1), mx.concatenate([self.recent[1:], token.astype(mx.int32)]))
+        "The past after m more output tokens."
+        recent = mx.concatenate([self.recent, tokens.astype(mx.int32)])
+        return Past(self.counts.at[tokens].add(1), recent[tokens.shape[0]:])
 
-# %% ../nbs/04_law.ipynb #0a352b32
+    def rows(self, block: mx.array, # [L-1] drafts
+            ) -> Past: # with counts [L, V] and recent [L, R]
+        "What each row of a block has behind it: row i also sees the first i drafts."
+        n, R = block.shape[0], self.recent.shape[0]
+        counts = mx.broadcast_to(self.counts, (n + 1, self.counts.shape[0]))
+        if n:
+            row, seen = zip(*((i, j) for i in range(1, n + 1) for j in range(i)), strict=True)
+            counts = counts.at[mx.array(row), block[mx.array(seen)]].add(1)
+        at = mx.arange(n + 1)[:, None] + mx.arange(R)
+        return Past(counts, mx.concatenate([self.recent, block.astype(mx.int32)])[at])
+
+# %% ../nbs/04_law.ipynb #6858d3c7
 def penalise(logits: mx.array, # [L, V]
-             pasts: list[Past], # one per row
-             p: Params) -> mx.array: # [L, V], same dtype
+             past: Past, # of L rows
+             repetition: PerRow = 1.0, # divides logits of recent tokens, or multiplies those below zero
+             presence: PerRow = 0.0, # taken from tokens that are in the output
+             frequency: PerRow = 0.0, # taken for each time they are
+            ) -> mx.array: # [L, V], same dtype
     "Repetition (Keskar et al. 2019) over the recent tokens, then presence and frequency over the output (OpenAI)."
-    counts = mx.stack([c.counts for c in pasts]).astype(logits.dtype)
-    if p.repetition_penalty != 1:
-        recent = mx.stack([c.recent for c in pasts])
-        seen = mx.put_along_axis(mx.zeros((len(pasts), logits.shape[-1] + 1), dtype=mx.bool_), recent, mx.array(True), axis=-1)[:, :-1]
-        logits = mx.where(seen, mx.where(logits < 0, logits * p.repetition_penalty, logits / p.repetition_penalty), logits)
-    if p.presence_penalty: logits = logits - p.presence_penalty * (counts > 0)
-    if p.frequency_penalty: logits = logits - p.frequency_penalty * counts
-    return logits.astype(counts.dtype)
-
-def pasts_of(past: Past, # before the first row's token
-             block: mx.array, # [n-1] drafts
-            ) -> list[Past]: # n of them, one per row
-    "What each row of a block has behind it: row i also sees the first i drafts."
-    pasts = [past]
-    for i in range(block.shape[0]): pasts.append(pasts[-1].push(block[i:i + 1]))
-    return pasts
+    L, V = logits.shape
+    on = lambda v, neutral: isinstance(v, mx.array) or v != neutral
+    if on(repetition, 1):
+        seen = mx.zeros((L, V + 1), dtype=mx.bool_)
+        seen = mx.put_along_axis(seen, past.recent, mx.array(True), axis=-1)[:, :-1]
+        r = alike(repetition, logits)
+        logits = mx.where(seen, mx.where(logits < 0, logits * r, logits / r), logits)
+    if on(presence, 0): logits = logits - alike(presence, logits) * (past.counts > 0).astype(logits.dtype)
+    if on(frequency, 0): logits = logits - alike(frequency, logits) * past.counts.astype(logits.dtype)
+    return logits
 
 # %% ../nbs/04_law.ipynb #5fe30288
+TOKEN, DRAFT, ACCEPT, RESIDUAL = range(4) # purposes
 _MASK = 2**64 - 1
 
 def _mix(h: int, # state
@@ -107,16 +135,52 @@ def _mix(h: int, # state
 def noise_key(seed: int, # the request's seed, any integer
               position: int, # index of the token being chosen, counted from the start of the prompt
               index: int = 0, # which of n choices
-              purpose: int = 0, # 0 the target's token; other purposes have noise of their own
+              purpose: int = TOKEN, # other purposes have noise of their own
              ) -> int: # 64 bits
     "Key of the noise at a position."
     return reduce(_mix, (seed, index, position, purpose), 0)
 
-def gumbel(keys: list[int], # one 64-bit key per row
+def gumbel(keys: Sequence[int], # one 64-bit key per row
            vocab: int) -> mx.array: # [L, V] float32
     "Gumbel noise, each row from its own key."
-    as_key = lambda k: mx.array([k >> 32, k & 0xFFFFFFFF], dtype=mx.uint32)
-    return mx.stack([mx.random.gumbel((vocab,), key=as_key(k)) for k in keys])
+    halves = mx.array([(k >> 32, k & 0xFFFFFFFF) for k in keys], dtype=mx.uint32)
+    return mx.vmap(lambda key: mx.random.gumbel((vocab,), key=key))(halves)
+
+def uniform(keys: Sequence[int]) -> mx.array: # [L] float32 in [0, 1)
+    "One number per key, a multiple of 2**-24, so that none rounds to 1."
+    return mx.array([(k >> 40) / 2**24 for k in keys])
+
+# %% ../nbs/04_law.ipynb #c491ffa4
+Mask = Callable[[list[int]], Any] # output so far -> [V] booleans, True where a token may come; None: anything may
+
+def masks(hook: Mask | None, output: list[int], # delivered so far
+          drafts: Sequence[int], # of the block
+          vocab: int) -> mx.array | None: # [L, V] booleans, row i after the first i drafts; None without a hook
+    "Ask the hook for every row of a block."
+    if hook is None: return None
+    everything, rows, tokens = np.ones(vocab, dtype=np.bool_), [], list(output)
+    for d in (*drafts, -1):
+        row = hook(tokens)
+        rows.append(everything if row is None else np.asarray(row))
+        if not (0 <= d < vocab and rows[-1][d]): break
+        tokens.append(d)
+    return mx.array(np.stack(rows + [everything] * (len(drafts) + 1 - len(rows))))
+
+def endless(mask: mx.array | None, # [L, V] booleans, or None
+            ends: mx.array, # [V] booleans: tokens that end a text
+            early: int, # rows that come too early for them
+            rows: int) -> mx.array: # [L, V]
+    "Forbid the end in the first rows, except where the mask allows nothing else."
+    stay = ~(ends & (mx.arange(rows)[:, None] < early))
+    return stay if mask is None else mx.where((mask & stay).any(axis=-1, keepdims=True), mask & stay, mask)
+
+# %% ../nbs/04_law.ipynb #e24b1a69
+def checked(choice: mx.array, # [L] token ids
+            logprobs: mx.array, # [L, V] they were chosen from
+           ) -> mx.array: # [L] int32
+    "The choices, -1 where the row had no finite log-probability to choose."
+    chosen = mx.take_along_axis(logprobs, choice[:, None], axis=-1)[:, 0]
+    return mx.where(mx.isfinite(chosen), choice.astype(mx.int32), -1)
 
 # %% ../nbs/04_law.ipynb #e2011ecf
 NO_DRAFTS = mx.array([], dtype=mx.int32)
@@ -125,55 +189,87 @@ class Law:
     "How one request turns logits into tokens."
     def __init__(self, params: Params, # of the request; `seed` must be set when temperature > 0
                  vocab: int, # size of the target's vocabulary
+                 start: int = 0, # tokens in the prompt: position of the first output token
+                 ends: Collection[int] = (), # ids that end the text
+                 mask: Mask | None = None, # what may be said next
                  index: int = 0): # which of n choices
-        self.params, self.vocab, self.index = params, vocab, index
+        self.params, self.vocab, self.start, self.mask, self.index = params, vocab, start, mask, index
         p = params
         self.penalised = p.repetition_penalty != 1 or bool(p.presence_penalty) or bool(p.frequency_penalty)
-        self._bias = self._dense_bias(p.logit_bias) if p.logit_bias else None
+        self.rejects = p.accept_law == 'rejection' and p.temperature > 0
+        self._bias = self._dense(p.logit_bias) if p.logit_bias else None
+        self._ends = self._dense(dict.fromkeys(ends, 1)) > 0 if p.min_tokens and ends else None
+        self._raw, self._processed = (p.logprobs is not None and p.logprobs_of == w for w in ('raw', 'processed'))
 
-    def _dense_bias(self, bias):
-        ids, values = mx.array(list(bias)), mx.array([float(v) for v in bias.values()])
-        return mx.zeros(self.vocab).at[ids].add(values)
+    def _dense(self, values: dict[int, float]) -> mx.array: # [V]
+        return mx.zeros(self.vocab).at[mx.array(list(values))].add(mx.array([float(v) for v in values.values()]))
 
     def past(self, prompt: list[int], output: list[int]) -> Past | None:
         "What the penalties need to know of the tokens so far; None when no penalty is on."
         return Past.of(prompt, output, self.vocab, self.params.repetition_context_size) if self.penalised else None
 
-    def filtered(self, logprobs: mx.array, # [L, V]
-                ) -> mx.array: # [L, V], -inf where removed
-        "The request's filters, in mlx-lm's order."
-        p = self.params
-        if 0 < p.top_p < 1: logprobs = top_p(logprobs, p.top_p)
-        if p.min_p > 0: logprobs = min_p(logprobs, math.log(p.min_p))
-        if 0 < p.top_k < self.vocab: logprobs = top_k(logprobs, p.top_k)
-        return logprobs
+    def masks(self, output: list[int], drafts: Sequence[int] = ()) -> mx.array | None: # [L, V]
+        "What the hook allows in every row of a block."
+        return masks(self.mask, output, drafts, self.vocab)
+
+    def keys(self, position: int, rows: int, purpose: int = TOKEN) -> list[int]:
+        "Keys of the noise from `position` on."
+        return [noise_key(self.params.seed or 0, position + i, self.index, purpose) for i in range(rows)]
+
+    def said(self, logits: mx.array, position: int, past: Past | None, block: mx.array, mask: mx.array | None) -> mx.array:
+        "Logits [L, V] after bias, penalties and mask; arguments as for `rows`."
+        p, n = self.params, logits.shape[0]
+        early = p.min_tokens - (position - self.start)
+        if self._bias is not None: logits = logits + self._bias.astype(logits.dtype)
+        if past is not None: logits = penalise(logits, past.rows(block), p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
+        if self._ends is not None and early > 0: mask = endless(mask, self._ends, early, n)
+        return logits if mask is None else mx.where(mask, logits, -math.inf)
 
     def rows(self, logits: mx.array, # [L, V]
              position: int, # index of the token that row 0 chooses
              past: Past | None = None, # tokens before that position, when penalised
              block: mx.array = NO_DRAFTS, # [L-1] drafts, lazy or not; row i sees the first i of them
+             mask: mx.array | None = None, # [L, V] from `masks`
+             purpose: int = TOKEN, # whose noise
             ) -> Rows:
         "The target's token at every row."
-        p, n = self.params, logits.shape[0]
-        if self._bias is not None: logits = logits + self._bias.astype(logits.dtype)
-        if past is not None: logits = penalise(logits, pasts_of(past, block), p)
-        logprobs = normalise(logits)
-        if p.temperature == 0: return Rows(mx.argmax(logprobs, axis=-1), logprobs)
-        keys = [noise_key(p.seed or 0, position + i, self.index) for i in range(n)]
-        scores = self.filtered(logprobs).astype(mx.float32) / p.temperature + gumbel(keys, self.vocab)
-        return Rows(mx.argmax(scores, axis=-1), logprobs)
+        said = self.said(logits, position, past, block, mask)
+        logprobs = scores = normalise(said)
+        raw = None if not self._raw else logprobs if said is logits else normalise(logits)
+        if T := self.params.temperature:
+            scores = filtered(logprobs, self.params).astype(mx.float32) / T
+            choice = mx.argmax(scores + gumbel(self.keys(position, logits.shape[0], purpose), self.vocab), axis=-1)
+        else: choice = mx.argmax(logprobs, axis=-1)
+        processed = normalise(scores) if self._processed or self.rejects else None
+        return Rows(checked(choice, logprobs), logprobs, raw, processed)
 
 # %% ../nbs/04_law.ipynb #83184070
+def spread(logits: mx.array, # [n, V'] over a reduced vocabulary
+           vocab_map: mx.array, # [V'] ids of the target's vocabulary
+           vocab: int) -> mx.array: # [n, V], -inf where the reduced vocabulary has no token
+    "Logits or log-probabilities of a reduced draft vocabulary over the whole one."
+    whole = mx.full((logits.shape[0], vocab), -math.inf, dtype=logits.dtype)
+    return mx.put_along_axis(whole, mx.broadcast_to(vocab_map, logits.shape), logits, axis=-1)
+
 class DraftLaw:
     "The law as a drafter sees it: it draws the drafts of one round, in order."
     def __init__(self, law: Law, position: int, # of the first draft
                  past: Any = None): # tokens before it, when penalised
         self._law, self._position, self._past = law, position, past
+        self._drawn: list[mx.array] = []
 
-    def draw(self, logits: mx.array, # [1, V] of the drafter, over the target's vocabulary
+    def draw(self, logits: mx.array, # [1, V] of the drafter
+             vocab_map: mx.array | None = None, # [V'] ids of the target's vocabulary, when the logits are [1, V']
             ) -> mx.array: # [1] lazy token id
         "The next draft."
-        choice = self._law.rows(logits, self._position, self._past).choice
+        if vocab_map is not None: logits = spread(logits, vocab_map, self._law.vocab)
+        rows = self._law.rows(logits, self._position, self._past, purpose=DRAFT if self._law.rejects else TOKEN)
         self._position += 1
-        if self._past is not None: self._past = self._past.push(choice)
-        return choice
+        if self._past is not None: self._past = self._past.push(rows.choice)
+        if self._law.rejects: self._drawn.append(rows.processed)
+        return rows.choice
+
+    @property
+    def logprobs(self) -> mx.array | None: # [n, V]; None when the law does not need them
+        "The distributions that the drafts so far were drawn from."
+        return mx.concatenate(self._drawn) if self._drawn else None
