@@ -15,7 +15,7 @@ from . import blas
 from .core import BackendError
 
 # %% auto #0
-__all__ = ['require_mlx', 'Device', 'apple_generation', 'hardware_label', 'detect', 'set_compile']
+__all__ = ['require_mlx', 'Device', 'apple_generation', 'hardware_label', 'detect', 'leave_thread', 'set_compile']
 
 # %% ../nbs/03_device.ipynb #0e5973ce
 _NO_BACKEND = "MLX has no backend on this machine ({why}); install one: pip install 'mlxspec[cpu]', 'mlxspec[cuda12]' or 'mlxspec[cuda13]'."
@@ -76,6 +76,14 @@ def detect() -> Device:
     memory = info.get('max_recommended_working_set_size') or info.get('memory_size')
     return Device(hardware_label(backend, arch, name, cores), vendor, name or None if gpu else None, arch or None if gpu else None,
                   int(memory) if memory else None, gpu or sys.platform == 'darwin')
+
+# %% ../nbs/03_device.ipynb #58462cb9
+def leave_thread() -> None:
+    "Give back the MLX streams of this thread; nothing of MLX may run on it afterwards."
+    import gc
+    if 'mlx.core' not in sys.modules: return
+    gc.collect()
+    sys.modules['mlx.core'].clear_streams()
 
 # %% ../nbs/03_device.ipynb #5c8fc423
 def set_compile(choice: bool | None, # None: as the device likes it

@@ -210,7 +210,7 @@ class Engine:
 
     @classmethod
     def _start(cls, make: Callable, settings: Settings, cell: tuple | None, is_demo: bool = False) -> Engine:
-        scheduler = ModelWorkScheduler()
+        scheduler = ModelWorkScheduler(at_end=device.leave_thread)
         try:
             target, machine = make(scheduler)
             engine = scheduler.submit_foreground(cls, scheduler, target, machine, settings, is_demo).result()

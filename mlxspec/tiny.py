@@ -90,9 +90,9 @@ def save_tiny_mtp(path: Path, # directory to fill
                   **changes) -> Path: # configuration keys to change; returns the directory
     "Write a random qwen3_5_mtp head that fits the tiny targets."
     path.mkdir(parents=True, exist_ok=True)
-    text = tiny_config('qwen3_5') | dict(model_type='qwen3_5_text', mtp_num_hidden_layers=1) | changes
-    H, I, D, Q, K = (text[k] for k in ('hidden_size', 'intermediate_size', 'head_dim', 'num_attention_heads', 'num_key_value_heads'))
-    shapes = {'fc': (H, 2 * H), 'pre_fc_norm_embedding': (H,), 'pre_fc_norm_hidden': (H,), 'norm': (H,),
+    text: dict[str, Any] = tiny_config('qwen3_5') | dict(model_type='qwen3_5_text', mtp_num_hidden_layers=1) | changes
+    H, I, D, Q, K = (int(text[k]) for k in ('hidden_size', 'intermediate_size', 'head_dim', 'num_attention_heads', 'num_key_value_heads'))
+    shapes: dict[str, tuple[int, ...]] = {'fc': (H, 2 * H), 'pre_fc_norm_embedding': (H,), 'pre_fc_norm_hidden': (H,), 'norm': (H,),
               'layers.0.input_layernorm': (H,), 'layers.0.post_attention_layernorm': (H,),
               'layers.0.self_attn.q_proj': (2 * Q * D, H), 'layers.0.self_attn.k_proj': (K * D, H), 'layers.0.self_attn.v_proj': (K * D, H),
               'layers.0.self_attn.o_proj': (H, Q * D), 'layers.0.self_attn.q_norm': (D,), 'layers.0.self_attn.k_norm': (D,),
