@@ -50,7 +50,9 @@ CATALOGUE = {code: Entry(status, kind, when) for status, kind, codes in (
     (421, 'invalid_request_error', dict(host_not_allowed='the Host header is not one of ours')),
     (429, 'rate_limit_error', dict(queue_full='too many requests wait; with Retry-After')),
     (499, 'invalid_request_error', dict(cancelled='the client went away; nobody reads this')),
-    (500, 'server_error', dict(engine_error='the engine failed this request')),
+    (500, 'server_error', dict(
+        engine_error='the engine failed this request',
+        numerical_error='the target returned no finite logits')),
     (503, 'unavailable_error', dict(
         loading_model='the model is loading; with Retry-After',
         server_shutting_down='the server stops; with Retry-After',
