@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from .core import Accepted
+from .core import Accepted, Proposal, Rows
+from .law import ACCEPT, RESIDUAL, Law, checked, gumbel, normalise, spread, uniform
 
 # %% auto #0
-__all__ = ['accept', 'embeddable']
+__all__ = ['accept', 'embeddable', 'proposed', 'odds', 'residual', 'rejection', 'walk', 'judge']
 
 # %% ../nbs/05_accept.ipynb #4d74b675
 def accept(choices: list[int], # the target's token per input row, length = number of drafts + 1
            drafts: list[int], # proposed tokens
           ) -> Accepted: # drafts kept and the target's own next token
     "Keep drafts while they equal the target's choice; the choice after the last kept one ends the round."
-    n = next((i for i, (c, d) in enumerate(zip(choices, drafts, strict=False)) if c != d), len(drafts))
+    n = next((i for i, (c, d) in enumerate(zip(choices, drafts, strict=False)) if c != d or c < 0), len(drafts))
     return Accepted(n, choices[n])
 
 # %% ../nbs/05_accept.ipynb #c72fd032
@@ -28,3 +29,68 @@ def embeddable(drafts: mx.array, # [n] ids as proposed, maybe not computed yet
               ) -> mx.array: # [n] ids within the vocabulary
     "Ids that can be fed to the target in place of the drafts."
     return mx.clip(drafts, 0, vocab - 1)
+
+# %% ../nbs/05_accept.ipynb #0b90fd98
+def proposed(drafts: mx.array, # [n] ids, maybe outside the vocabulary
+             q: mx.array | None, # [n, V'] log-probabilities they were drawn from
+             vocab: int, # V, the target's
+             vocab_map: mx.array | None = None, # [V'] ids of the target's vocabulary; None: the first V' of them
+            ) -> mx.array: # [n, V] probabilities; 0 for drafts that are no tokens
+    "The distribution behind each draft; the draft itself, as if certain, where none is known."
+    certain = (mx.arange(vocab) == drafts[:, None]).astype(mx.float32)
+    if q is None: return certain
+    logs = normalise(q.astype(mx.float32))
+    reduced = vocab_map if vocab_map is not None else mx.arange(min(vocab, q.shape[-1]))
+    known = mx.exp(spread(logs[:, :reduced.shape[0]], reduced, vocab))
+    ours = (drafts >= 0) & (drafts < vocab)
+    drawn = (known * certain).sum(axis=-1) > 0 # the row knows of its draft; NaN does not
+    return mx.where(mx.where(ours, drawn, mx.isfinite(known.sum(axis=-1)))[:, None], known, certain)
+
+def odds(p: mx.array, # [n, V] probabilities of the target
+         q: mx.array, # [n, V] from `proposed`
+         drafts: mx.array, # [n]
+        ) -> mx.array: # [n] probabilities
+    "With what probability each draft is kept, once the ones before it were."
+    at = embeddable(drafts, p.shape[-1])[:, None]
+    pd, qd = (mx.take_along_axis(x, at, axis=-1)[:, 0] for x in (p, q))
+    known = (at[:, 0] == drafts) & (qd > 0)
+    return mx.where(known, mx.minimum(pd / mx.where(known, qd, 1), 1), 0)
+
+def residual(p: mx.array, # [n, V] probabilities of the target
+             q: mx.array, # [n, V] from `proposed`
+            ) -> mx.array: # [n, V], not normalised
+    "What is drawn from instead of a draft that was not kept."
+    r = mx.maximum(p - q, 0)
+    return mx.where(r.sum(axis=-1, keepdims=True) > 0, r, p) # p = q: never needed, but rounding may think so
+
+# %% ../nbs/05_accept.ipynb #7ff97898
+def rejection(p: mx.array, # [n, V] probabilities of the target
+              q: mx.array, # [n, V] from `proposed`
+              drafts: mx.array, # [n]
+              u: mx.array, # [n] uniform in [0, 1)
+              noise: mx.array, # [n, V] Gumbel
+             ) -> tuple[mx.array, mx.array]: # [n] kept?, [n] ids in place of those that are not
+    "The verdict on every draft, given that those before it were kept."
+    left = mx.log(residual(p, q))
+    return u < odds(p, q, drafts), checked(mx.argmax(left + noise, axis=-1), left)
+
+def walk(keep: list[bool], # verdict per draft
+         instead: list[int], # what replaces it
+         bonus: int, # what follows when all are kept
+        ) -> Accepted:
+    "Keep drafts up to the first that is not; its replacement, or the bonus, ends the round."
+    n = keep.index(False) if False in keep else len(keep)
+    return Accepted(n, [*instead, bonus][n])
+
+# %% ../nbs/05_accept.ipynb #02aca771
+def judge(law: Law, # with `rejects`
+          rows: Rows, # of the verify block, with `processed`
+          drafts: mx.array, # [n] ids
+          proposal: Proposal, # they came in
+          position: int, # of the first draft
+         ) -> tuple[mx.array, mx.array]: # [n] kept?, [n] ids in place of those that are not
+    "The rejection law's verdicts over a block, on the device."
+    n = drafts.shape[0]
+    q = proposed(drafts, None if proposal.logprobs is None else proposal.logprobs[:n], law.vocab, proposal.vocab_map)
+    u = uniform(law.keys(position, n, ACCEPT))
+    return rejection(mx.exp(rows.processed[:n]), q, drafts, u, gumbel(law.keys(position, n, RESIDUAL), law.vocab))
