@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from .core import PairError, round_half_away
@@ -88,7 +89,8 @@ def marked(pieces: Sequence[tuple[str, str]], # text cut by origin: (text, 'targ
     "The text of an answer with its accepted drafts marked."
     from rich.text import Text
     out = Text()
-    for text, origin in pieces:
+    for origin, run in groupby(pieces, lambda p: p[1]):
+        text = ''.join(t for t, _ in run)
         if origin == 'target' or not (styled or text.strip()): out.append(text)
         elif styled: out.append(text, ACCEPTED)
         else: out.append(' ' * (len(text) - len(text.lstrip(' '))) + text.lstrip(' ').join(QUOTES))
