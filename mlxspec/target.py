@@ -8,7 +8,7 @@ Docs: https://mlxspec.github.io/mlxspec/target.html.md"""
 from __future__ import annotations
 
 import re
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from mlx_lm.utils import load_model, load_tokenizer
 from .cache import is_recurrent, leaves, take_back, takes_back, with_windows, written
 from .core import Forward, MlxspecError, ModelError
 from .recurrent import Tape, fits, listen, recording, replay
+from .strategies import OneWay, Ways, attention_homes, row_attention
 
 # %% auto #0
 __all__ = ['model_path', 'load_files', 'Tap', 'body_of', 'entries_of', 'remember', 'put_back', 'Transaction', 'close_enough',
@@ -99,10 +100,12 @@ def put_back(entry: Any, memory: Any) -> None:
 class Transaction:
     "One forward's rows in a cache: commit some of them, or none. Leaving it without a commit takes all rows back."
     def __init__(self, target: Target, cache: list, # of one sequence
-                 rows: int): # rows the forward writes
+                 rows: int): # rows of the block
         self.target, self.cache, self.rows = target, cache, rows
         self.entries = entries_of(cache)
         self.memory = [remember(e) for e in self.entries]
+        self.strategy = target.ways.strategy(rows, next((m for m in self.memory if isinstance(m, int)), 0))
+        self.wrote = max(rows, target.ways.rows) # with padding
         self._ids = mx.zeros((1, 0), dtype=mx.int32)
         self._tape: Tape | None = None
         self._open, self._stack = True, ExitStack()
@@ -115,25 +118,31 @@ class Transaction:
                 hidden: bool = False) -> Forward:
         "Run the target over the block."
         self._ids = ids
-        return self.target.forward(ids, self.cache, hidden)
+        return self._run(ids, hidden)
+
+    def _run(self, ids: mx.array, hidden: bool = False) -> Forward:
+        n, padding = ids.shape[1], self.wrote - self.rows
+        by_row = nullcontext() if self.strategy == 'block' else row_attention(self.target.attention, n)
+        with by_row: f = self.target.forward(mx.pad(ids, [(0, 0), (0, padding)]) if padding else ids, self.cache, hidden)
+        return Forward(f.logits[:, :n], None if f.hidden is None else f.hidden[:, :n]) if padding else f
 
     def commit(self, keep: int) -> None:
         "Keep the first `keep` of the rows, 0..rows."
         if not 0 <= keep <= self.rows: raise ValueError(f'keep must be between 0 and {self.rows}, not {keep}')
         self._open = False
         self._stack.close()
-        if keep == self.rows: return
+        if keep == self.wrote: return
         if keep == 0 or self.target.rollback == 'reread': self._undo()
-        if keep and self.target.rollback == 'reread': self.target.forward(self._ids[:, :keep], self.cache)
+        if keep and self.target.rollback == 'reread': self._run(self._ids[:, :keep])
         elif keep: self._trim(keep)
 
     def _trim(self, keep: int) -> None:
         recurrent = [e for e in self.entries if is_recurrent(e)]
-        if recurrent and not (self._tape and fits(self._tape, recurrent, self.rows)):
+        if recurrent and not (self._tape and fits(self._tape, recurrent, self.wrote)):
             self._undo()
             raise RuntimeError(f'{self.target.name}: the recording of a forward does not fit its cache')
         for e in self.entries:
-            if not is_recurrent(e): take_back(e, self.rows - keep)
+            if not is_recurrent(e): take_back(e, self.wrote - keep)
         for e, r in zip(recurrent, self._tape.records if self._tape else (), strict=True): e.cache = replay(r, keep)
 
     def _undo(self) -> None:
@@ -194,7 +203,8 @@ class Target:
         self.tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
         self.context_length: int | None = first_of(config, 'max_position_embeddings', 'max_seq_len', 'n_ctx')
         self._tap: Tap | None = None
-        self.homes = listen(model)
+        self.homes, self.attention = listen(model), attention_homes(model)
+        self.ways: Ways = OneWay() # how blocks are run; whoever has probed puts the answer here
         self.vocab_size: int = self._probe()
         self.rollback: str | None = choose_rollback(self)
 
@@ -231,6 +241,15 @@ class Target:
         out, self._tap.last = self._tap.last, None
         return Forward(logits, out if hidden else None)
 
+    def step(self, ids: mx.array, # [1, 1]
+             cache: list, hidden: bool = False) -> Forward:
+        "One plain decode step; as many rows as in every other step, where the `ways` say so."
+        if self.ways.rows == 1: return self.forward(ids, cache, hidden)
+        with self.transaction(cache, 1) as txn:
+            f = txn.forward(ids, hidden)
+            txn.commit(1)
+        return f
+
     def head(self, hidden: mx.array, # [B, L, H] after a final norm
             ) -> mx.array: # [B, L, V]
         "The target's head over somebody's hidden states."
@@ -252,6 +271,7 @@ class Target:
 
     def can_verify(self, cache: list, rows: int) -> bool:
         "Whether a block of `rows` can be rolled back exactly, in this cache, now."
+        rows = max(rows, self.ways.rows)
         return self.rollback is not None and all(is_recurrent(e) or takes_back(e, rows) for e in entries_of(cache))
 
     def transaction(self, cache: list, rows: int) -> Transaction:
