@@ -107,7 +107,7 @@ def decode(target: Target, seq: Sequence, plan: Plan,
     except MlxspecError: raise
     except Exception as e: # a fault of ours or of MLX: this request ends with it, and the log has the details
         _log.exception('a request failed')
-        raise EngineError(f'The engine failed on this request ({type(e).__name__}).') from e
+        raise EngineError('The engine failed on this request; the log has the details.') from e
     finally:
         for g in run.guests: g.close()
     pieces = [p for c in chunks for p in c.pieces]
