@@ -12,6 +12,9 @@ chosen = os.environ.get('MLXSPEC_BLAS', 'off')
 for name in [n for n in os.environ if n.startswith('MLXSPEC_')]: del os.environ[name]
 os.environ.update(MLXSPEC_BLAS=chosen, HF_HUB_OFFLINE='1')
 
+# Without ipywidgets tqdm warns in every kernel that imports mlx-lm; nbval would take it for a changed output.
+os.environ['PYTHONWARNINGS'] = 'ignore:IProgress not found'
+
 # No config file or measurement of the person who runs the tests is read or written.
 home = tempfile.TemporaryDirectory(prefix='mlxspec-test-')
 os.environ.update(XDG_CONFIG_HOME=home.name, MLXSPEC_CACHE_DIR=home.name)

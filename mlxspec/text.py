@@ -17,16 +17,18 @@ __all__ = ['Piece', 'find_stop', 'undecided', 'TextStream', 'ChatFormat']
 
 # %% ../nbs/09_text.ipynb #35df8b14
 def find_stop(text: str, # everything not yet shown
-              stops: tuple[str, ...]) -> tuple[int, str] | None: # where it starts and which it is
-    "The stop string that is complete first in `text`; the longer one when two start together."
-    found = [(text.find(s), -len(s), s) for s in stops if s in text]
-    return (min(found)[0], min(found)[2]) if found else None
+              stops: tuple[str, ...],
+              after: int = 0, # only those count that end behind this index
+             ) -> tuple[int, str] | None: # where it starts and which it is
+    "The stop string that is complete first in `text`; the longest when several end together."
+    found = [(at + len(s), at, s) for s in stops if (at := text.find(s, max(0, after - len(s) + 1))) >= 0]
+    return min(found)[1:] if found else None
 
 def undecided(text: str, # everything not yet shown, without a complete stop string
               stops: tuple[str, ...]) -> int: # characters at its end that must wait
     "Length of the longest tail that is the beginning of a stop string."
     longest = min(len(text), max(map(len, stops), default=1) - 1)
-    return next((n for n in range(longest, 0, -1) if any(s.startswith(text[-n:]) for s in stops)), 0)
+    return next((n for n in range(longest, 0, -1) if any(len(s) > n and s.startswith(text[-n:]) for s in stops)), 0)
 
 # %% ../nbs/09_text.ipynb #68262f49
 Piece = tuple[str, str] # text and its origin
@@ -37,17 +39,23 @@ class TextStream:
                  stops: tuple[str, ...] = ()): # strings that end the text
         self.detok, self.stops, self.stop = detokenizer, stops, None
         self._held: deque[Piece] = deque()
+        self._past = 0 # held characters in which no stop string counts any more
+        self._armed = True
 
-    def push(self, token: int, origin: str) -> list[Piece]:
+    def push(self, token: int, origin: str,
+             armed: bool = True, # whether a stop string that is complete now ends the text
+            ) -> list[Piece]:
         "Text that became safe with this token. Afterwards `stop` names the stop string that was completed, if one was."
         self.detok.add_token(token)
+        self._armed = armed
         if text := self.detok.last_segment: self._held.append((text, origin))
         if not self.stops: return self._release(None)
         held = ''.join(t for t, _ in self._held)
-        if found := find_stop(held, self.stops):
+        if armed and (found := find_stop(held, self.stops, self._past)):
             at, self.stop = found
             return self._release(at)
-        return self._release(len(held) - undecided(held, self.stops))
+        self._past = undecided(held, self.stops)
+        return self._release(len(held) - self._past)
 
     def finish(self) -> list[Piece]:
         "What was held back, when no more tokens come; an incomplete character is dropped."
@@ -55,7 +63,8 @@ class TextStream:
         self.detok.finalize()
         if text := self.detok.last_segment.rstrip('\ufffd'): self._held.append((text, 'target'))
         held = ''.join(t for t, _ in self._held)
-        if found := find_stop(held, self.stops): at, self.stop = found
+        found = find_stop(held, self.stops, self._past) if self._armed else None
+        if found: self.stop = found[1]
         return self._release(found[0] if found else None)
 
     def _release(self, n: int | None) -> list[Piece]:
