@@ -57,7 +57,8 @@ class Sequence:
         self.emitted.append(token)
         self.stats.completion_tokens = len(self.emitted)
         ends = token.id in self.eos
-        pieces = [] if ends else self.stream.push(token.id, token.origin)
+        armed = len(self.emitted) > self.params.min_tokens
+        pieces = [] if ends else self.stream.push(token.id, token.origin, armed)
         if ends or self.stream.stop is not None: self.finish = 'stop'
         elif self.remaining == 0: self.finish = 'length'
         if self.finish: pieces = pieces + self._flush()
