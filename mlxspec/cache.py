@@ -15,7 +15,7 @@ from mlx_lm.models.cache import ArraysCache, RotatingKVCache
 
 # %% auto #0
 __all__ = ['SLACK', 'MARGIN', 'moved', 'WindowCache', 'with_windows', 'takes_back', 'take_back', 'written', 'is_recurrent',
-           'leaves']
+           'zero_tail', 'leaves']
 
 # %% ../nbs/06_cache.ipynb #970637b5
 SLACK = 256 # rows of spare memory per window
@@ -125,6 +125,16 @@ def written(entry: Any) -> int | None: # rows so far; None for a recurrent state
 def is_recurrent(entry: Any) -> bool:
     "Whether an entry is a running state that cannot be trimmed."
     return isinstance(entry, ArraysCache)
+
+# %% ../nbs/06_cache.ipynb #62bcc7dd
+def zero_tail(entry: Any) -> None: # one layer's cache
+    "Overwrite what lies behind an entry's end with zeros."
+    if hasattr(entry, 'caches'):
+        for c in entry.caches: zero_tail(c)
+    elif not is_recurrent(entry) and entry.keys is not None:
+        end = entry.end if isinstance(entry, WindowCache) else entry.offset
+        for part in (entry.keys, entry.values):
+            for a in part if isinstance(part, (tuple, list)) else (part,): a[..., end:, :] = 0
 
 # %% ../nbs/06_cache.ipynb #448abb7d
 def leaves(entry: Any) -> list[mx.array]:

@@ -19,7 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from .core import Chunk, ConfigError, Params, Rows
 from .drafters import lookup # noqa: F401  (registers itself)
 from .drafters.base import build
-from .law import NO_DRAFTS, Law, normalise
+from .law import NO_DRAFTS, Law, checked, normalise
 from .rounds import Running, open_running, prefill_step, settle, step
 from .sequence import Sequence
 from .target import Target
@@ -52,7 +52,8 @@ class CallableLaw(Law):
             out.append(normalise(row))
             if i < block.shape[0]: past = past.push(block[i:i + 1])
         logprobs = mx.concatenate(out)
-        return Rows(self.sampler(logprobs) if self.sampler else mx.argmax(logprobs, axis=-1), logprobs)
+        choice = self.sampler(logprobs) if self.sampler else mx.argmax(logprobs, axis=-1)
+        return Rows(checked(choice, logprobs), logprobs, normalise(logits), logprobs)
 
 # %% ../nbs/34_dropin.ipynb #ffd3087a
 def responses(run: Running, chunk: Chunk, # one step

@@ -30,8 +30,10 @@ from .scheduler import ModelWorkScheduler, Stepper
 # %% auto #0
 __all__ = ['Result', 'Plan', 'inside_thought', 'lane', 'decode', 'admit', 'Job', 'Engine']
 
+# %% ../nbs/33_engine.ipynb #a6cf347b
+device.require_mlx() # before anything that imports it: one sentence, not a linker's message
+
 # %% ../nbs/33_engine.ipynb #2ae66df2
-device.require_mlx()
 from .pairing import AUTO_K, DEMO, Drafters, gather, make_pilot
 from .rounds import Running, arms, open_running, prefill_step, step
 from .sequence import Sequence

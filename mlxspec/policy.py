@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .core import StepResult, round_half_away
 from .evidence import (MAX_SAMPLES, VERDICTS, WINDOW, Estimate, Sample, Tally, estimate,
@@ -53,7 +53,8 @@ SET_IN = dict(reason={'unavailable'}, decline_detail={'exactness_declined'}, ver
               target=_PAIRED, drafter=_PAIRED, hardware=_PAIRED, block_size=_PAIRED,
               samples_remaining={'profiling'}, settled_by={'settled'}, restored={'settled'})
 
-def check_nulls(snap: MtpPolicySnapshot) -> None:
+def check_nulls(snap: Any, # a MtpPolicySnapshot
+               ) -> None:
     "Hold a snapshot against the table; ValueError names the field that contradicts it."
     for name, states in SET_IN.items():
         want = 'set' if snap.state in states else 'None'
@@ -66,14 +67,16 @@ def check_nulls(snap: MtpPolicySnapshot) -> None:
         raise ValueError(f'nothing was measured in state {snap.state}')
 
 # %% ../nbs/23_policy.ipynb #84114cae
-def wire_body(snap: MtpPolicySnapshot) -> dict: # JSON values, the caller's own
+def wire_body(snap: Any, # a MtpPolicySnapshot
+             ) -> dict: # JSON values, the caller's own
     "The body of `GET /v1/internal/mtp-policy`."
     d = {f.name: copy.deepcopy(getattr(snap, f.name)) for f in fields(snap)}
     by_position = d['acceptance_by_position']
     if by_position is not None: d['acceptance_by_position'] = list(by_position)
     return {'schema_version': SCHEMA_VERSION, **d}
 
-def health_body(snap: MtpPolicySnapshot) -> dict: # JSON values, the caller's own
+def health_body(snap: Any, # a MtpPolicySnapshot
+               ) -> dict: # JSON values, the caller's own
     "What `/health` carries as `observability.mtp_policy`."
     d = wire_body(snap)
     for k in ('schema_version', 'samples_remaining'): del d[k]

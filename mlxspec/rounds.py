@@ -14,10 +14,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from .accept import accept, embeddable
-from .core import Chunk, Emitted, Proposal, Rows, StepResult
+from .accept import accept, embeddable, judge, walk
+from .cache import zero_tail
+from .core import Chunk, Emitted, Params, Proposal, Rows, StepResult
 from .drafters.base import Guest
-from .law import DraftLaw, Law, Past
+from .law import DraftLaw, Law, Mask, Past
 from .sequence import Delta, Sequence
 from .target import Target
 
@@ -59,9 +60,10 @@ class Running:
 # %% ../nbs/22_rounds.ipynb #f9f430bc
 def open_running(target: Target, seq: Sequence, drafters: Seq = (),
                  law: Law | None = None, # None: the law of the sequence's parameters
+                 mask: Mask | None = None, # what may be said next
                 ) -> Running:
     "Give a sequence its device state and invite its drafters."
-    law = law or Law(seq.params, target.vocab_size)
+    law = law or Law(seq.params, target.vocab_size, seq.prompt_len, seq.eos, mask)
     run = Running(seq, law, target.make_cache(), past=law.past(seq.tokens[:seq.prompt_len], seq.output))
     run.guests = [Guest(d, seq) for d in drafters]
     if run.hidden: target.tap()
@@ -89,14 +91,17 @@ def prefill_step(target: Target, run: Running,
     return run.read >= run.seq.prompt_len - 1
 
 # %% ../nbs/22_rounds.ipynb #2143e232
-def detail_of(rows: Rows, n: int | None) -> dict[str, mx.array]: # n: Params.logprobs
-    "Arrays to read beside the choices: the chosen tokens' log-probabilities and the n most likely tokens."
-    if n is None: return {}
-    lp = rows.logprobs.astype(mx.float32)
-    out = dict(chosen=mx.take_along_axis(lp, rows.choice[:, None], axis=-1)[:, 0])
+def detail_of(rows: Rows, tokens: mx.array, # [L] the token of each row
+              params: Params) -> dict[str, mx.array]:
+    "Arrays to read beside the tokens: their log-probabilities and the most likely tokens, as far as the request asks."
+    if params.logprobs is None: return {}
+    lp = (rows.raw if params.logprobs_of == 'raw' else rows.processed).astype(mx.float32)
+    out, n = dict(chosen=mx.take_along_axis(lp, tokens[:, None], axis=-1)[:, 0]), min(params.logprobs, lp.shape[-1])
     if n:
-        ids = mx.argsort(-lp, axis=-1)[:, :n]
-        out |= dict(top_ids=ids, top=mx.take_along_axis(lp, ids, axis=-1))
+        ids = mx.argpartition(-lp, n - 1, axis=-1)[:, :n]
+        top = mx.take_along_axis(lp, ids, axis=-1)
+        order = mx.argsort(-top, axis=-1)
+        out |= dict(top_ids=mx.take_along_axis(ids, order, axis=-1), top=mx.take_along_axis(top, order, axis=-1))
     return out
 
 def emitted(token: int, origin: str, detail: dict[str, Any], i: int) -> Emitted:
@@ -113,8 +118,8 @@ def launch(target: Target, run: Running, token: mx.array) -> Flight: # token: [1
     "Queue a plain step on `token`; its own choice is the flight's."
     position = run.cached + 1 # the row goes to index `cached`, its choice to the one after it
     f = target.forward(token[None], run.cache, run.hidden)
-    rows = run.law.rows(f.logits[0], position, run.past)
-    detail = detail_of(rows, run.seq.params.logprobs)
+    rows = run.law.rows(f.logits[0], position, run.past, mask=run.law.masks(run.seq.output))
+    detail = detail_of(rows, rows.choice, run.seq.params)
     mx.async_eval(rows.choice, *detail.values())
     return Flight(rows, detail, None if f.hidden is None else f.hidden[0])
 
@@ -126,7 +131,7 @@ def plain_step(target: Target, run: Running,
     now = run.flight or launch(target, run, mx.array([seq.pending]))
     run.flight, choice = now, now.rows.choice
     if run.past is not None: run.past = run.past.push(choice)
-    following = launch(target, run, choice) if ahead and seq.remaining > 1 else None
+    following = launch(target, run, choice) if ahead and seq.remaining > 1 and not run.law.mask else None
     token, detail = choice.item(), to_host(now.detail)
     run.flight, run.rows = following, now.rows
     delta = seq.commit(emitted(token, 'target', detail, 0))
@@ -147,17 +152,21 @@ def verify_step(target: Target, run: Running,
     t0, seq = time.perf_counter(), run.seq
     drafts, position = mx.array(proposal.tokens, dtype=mx.int32), len(seq.tokens)
     block = mx.concatenate([mx.array([seq.pending]), embeddable(drafts, target.vocab_size)])
+    mask = run.law.masks(seq.output, _ints(drafts)) if run.law.mask else None # the one case that needs the drafts before
     with target.transaction(run.cache, len(block)) as txn:
         f = txn.forward(block[None], run.hidden)
-        rows = run.law.rows(f.logits[0], position, run.past, block[1:])
-        detail = detail_of(rows, seq.params.logprobs)
-        mx.eval(rows.choice, drafts, *detail.values())
+        rows = run.law.rows(f.logits[0], position, run.past, block[1:], mask=mask)
+        keep, tokens = judge(run.law, rows, drafts, proposal, position) if run.law.rejects else (None, rows.choice)
+        detail = detail_of(rows, tokens, seq.params)
+        mx.eval(rows.choice, drafts, tokens, *([] if keep is None else [keep]), *detail.values())
         t1 = time.perf_counter()
-        guesses, choices = _ints(drafts), _ints(rows.choice)
-        kept = accept(choices, guesses)
+        guesses, says = _ints(drafts), _ints(tokens)
+        kept = accept(says, guesses) if keep is None else walk(_ints(keep), says)
         deltas = _commit_all(seq, guesses[:kept.n], proposal.sources, kept.next_token, to_host(detail))
         t2 = time.perf_counter()
         txn.commit(keep=len(deltas))
+    if min(_ints(rows.choice)) < 0:
+        for entry in run.cache: zero_tail(entry)
     run.rows, tokens = rows, seq.tokens[-len(deltas):]
     _advance(run, tokens)
     n = min(kept.n, len(deltas))
@@ -167,7 +176,7 @@ def verify_step(target: Target, run: Running,
     phases = dict(verify=t1 - t0, commit=t2 - t1, rollback=wall - (t2 - t0))
     return StepResult('verify', wall, len(deltas), len(block), len(guesses), n, proposal.sources[0], phases=phases), chunk_of(seq, deltas)
 
-def _ints(a: mx.array) -> Any: # list[int]
+def _ints(a: mx.array) -> Any: # list of integers or booleans
     return a.tolist()
 
 def _commit_all(seq: Sequence, kept: list[int], sources: tuple[str, ...], bonus: int, detail: dict) -> list[Delta]:
@@ -179,8 +188,7 @@ def _commit_all(seq: Sequence, kept: list[int], sources: tuple[str, ...], bonus:
     return deltas
 
 def _advance(run: Running, tokens: list[int]) -> None:
-    if run.past is not None:
-        for t in tokens: run.past = run.past.push(mx.array([t]))
+    if run.past is not None: run.past = run.past.push(mx.array(tokens))
 
 # %% ../nbs/22_rounds.ipynb #54e64f28
 def settle(target: Target, run: Running) -> None:

@@ -99,7 +99,8 @@ def put_back(entry: Any, memory: Any) -> None:
 # %% ../nbs/07_target.ipynb #58630b2e
 class Transaction:
     "One forward's rows in a cache: commit some of them, or none. Leaving it without a commit takes all rows back."
-    def __init__(self, target: Target, cache: list, # of one sequence
+    def __init__(self, target: Any, # the loaded Target
+                 cache: list, # of one sequence
                  rows: int): # rows of the block
         self.target, self.cache, self.rows = target, cache, rows
         self.entries = entries_of(cache)
@@ -158,7 +159,7 @@ def close_enough(a: mx.array, b: mx.array) -> bool:
     tol = 1e-3 if a.dtype == mx.float32 else 3e-2
     return a.shape == b.shape and bool((mx.abs(a - b).max() <= tol * (1 + mx.abs(b).max())).item())
 
-def forgets(target: Target, # with `rollback` set to the way to try
+def forgets(target: Any, # a Target with `rollback` set to the way to try
             keep: int) -> bool:
     "Whether a cache after a rollback to `keep` of 4 rows is that of a run which never saw the others."
     ids = mx.array([[(i * 7919 + 13) % target.vocab_size for i in range(9)]])
@@ -171,7 +172,7 @@ def forgets(target: Target, # with `rollback` set to the way to try
     pairs = zip([a for c in dirty for a in leaves(c)], [a for c in clean for a in leaves(c)], strict=True)
     return [written(c) for c in dirty] == [written(c) for c in clean] and all(close_enough(a, b) for a, b in pairs)
 
-def choose_rollback(target: Target) -> str | None: # 'trim', 'replay', 'reread'; None: no way back
+def choose_rollback(target: Any) -> str | None: # 'trim', 'replay', 'reread'; None: no way back
     "The cheapest way back that leaves nothing behind."
     entries = entries_of(target.make_cache())
     if not all(is_recurrent(e) or takes_back(e, 1) for e in entries): return None
