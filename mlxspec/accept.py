@@ -13,7 +13,7 @@ from .core import Accepted, Proposal, Rows
 from .law import ACCEPT, RESIDUAL, Law, checked, gumbel, normalise, spread, uniform
 
 # %% auto #0
-__all__ = ['accept', 'embeddable', 'proposed', 'odds', 'residual', 'rejection', 'walk', 'judge']
+__all__ = ['accept', 'embeddable', 'proposed', 'odds', 'residual', 'rejection', 'walk', 'judge', 'behind']
 
 # %% ../nbs/05_accept.ipynb #4d74b675
 def accept(choices: list[int], # the target's token per input row, length = number of drafts + 1
@@ -75,12 +75,11 @@ def rejection(p: mx.array, # [n, V] probabilities of the target
     return u < odds(p, q, drafts), checked(mx.argmax(left + noise, axis=-1), left)
 
 def walk(keep: list[bool], # verdict per draft
-         instead: list[int], # what replaces it
-         bonus: int, # what follows when all are kept
+         tokens: list[int], # per row: the draft, or what replaces it; at the end the bonus
         ) -> Accepted:
     "Keep drafts up to the first that is not; its replacement, or the bonus, ends the round."
     n = keep.index(False) if False in keep else len(keep)
-    return Accepted(n, [*instead, bonus][n])
+    return Accepted(n, tokens[n])
 
 # %% ../nbs/05_accept.ipynb #02aca771
 def judge(law: Law, # with `rejects`
@@ -88,9 +87,15 @@ def judge(law: Law, # with `rejects`
           drafts: mx.array, # [n] ids
           proposal: Proposal, # they came in
           position: int, # of the first draft
-         ) -> tuple[mx.array, mx.array]: # [n] kept?, [n] ids in place of those that are not
+         ) -> tuple[mx.array, mx.array]: # [n] kept?, [n+1] the token of each row if the walk comes there
     "The rejection law's verdicts over a block, on the device."
-    n = drafts.shape[0]
-    q = proposed(drafts, None if proposal.logprobs is None else proposal.logprobs[:n], law.vocab, proposal.vocab_map)
-    u = uniform(law.keys(position, n, ACCEPT))
-    return rejection(mx.exp(rows.processed[:n]), q, drafts, u, gumbel(law.keys(position, n, RESIDUAL), law.vocab))
+    n, (logs, ids) = drafts.shape[0], behind(proposal, drafts.shape[0])
+    q, u = proposed(drafts, logs, law.vocab, ids), uniform(law.keys(position, n, ACCEPT))
+    keep, instead = rejection(mx.exp(rows.processed[:n]), q, drafts, u, gumbel(law.keys(position, n, RESIDUAL), law.vocab))
+    return keep, mx.concatenate([mx.where(keep, drafts, instead), rows.choice[n:]])
+
+def behind(proposal: Proposal, n: int) -> tuple[mx.array | None, mx.array | None]: # [n, V'] log-probabilities, [V'] ids
+    "What a drafter says about its distributions; nothing when it does not fit the drafts."
+    q, ids = proposal.logprobs, proposal.vocab_map
+    if q is None or q.ndim != 2 or q.shape[0] < n or ids is not None and ids.shape != q.shape[1:]: return None, None
+    return q[:n], ids

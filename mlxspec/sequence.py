@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .core import Emitted, Params, RequestStats
+from .core import Emitted, NumericalError, Params, RequestStats
 from .text import Piece, TextStream
 
 # %% auto #0
@@ -51,8 +51,9 @@ class Sequence:
         return self.params.max_tokens - len(self.emitted)
 
     def commit(self, token: Emitted) -> Delta:
-        "Deliver one token. RuntimeError after the last one: nothing may follow it."
+        "Deliver one token. NumericalError for -1, which is none; RuntimeError after the last one: nothing may follow it."
         if self.finish: raise RuntimeError(f'the text has already ended ({self.finish})')
+        if token.id < 0: raise NumericalError('The model computed no finite numbers for the next token, so the text cannot go on.')
         self.tokens.append(token.id)
         self.emitted.append(token)
         self.stats.completion_tokens = len(self.emitted)

@@ -164,7 +164,7 @@ class Qwen35Mtp:
     def _one(self, s: MtpState, k: int, law: Any) -> Proposal:
         if not self.ready(s): return Proposal([], (), reason='no_hidden_state')
         catch_up(self.net, self.target, s)
-        return Proposal(guess(self.net, self.target, s, k, law), (self.kind,) * k)
+        return Proposal(guess(self.net, self.target, s, k, law), (self.kind,) * k, law.logprobs)
 
     def observe(self, states: list[MtpState], tokens: list[list[int]], features: list[mx.array], accepted: list[int]) -> None:
         for s, new, hidden in zip(states, tokens, features, strict=True):
