@@ -55,6 +55,11 @@ class BlasReport:
     threads: int | None = None # OpenBLAS' threads
     note: str | None = None    # why it is not what was asked for
 
+    @property
+    def label(self) -> str: # such as `libopenblasp-r0.3.21.so-Haswell-2`; part of every measurement's key
+        "Library, kernel set and threads in one word."
+        return '-'.join(str(p) for p in (self.library, self.core, self.threads) if p is not None)
+
 _state: dict = dict(choice='auto', lib=None, late=False, error=None)
 
 def preload() -> None:
