@@ -19,7 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from .core import Chunk, ConfigError, Params, Rows
 from .drafters import lookup # noqa: F401  (registers itself)
 from .drafters.base import build
-from .law import NO_DRAFTS, Law, checked, normalise
+from .law import NO_DRAFTS, TOKEN, Law, checked, normalise
 from .rounds import Running, open_running, prefill_step, settle, step
 from .sequence import Sequence
 from .target import Target
@@ -43,8 +43,9 @@ class CallableLaw(Law):
 
     def past(self, prompt: list[int], output: list[int]) -> Any: return Tokens(mx.array(prompt + output))
 
-    def rows(self, logits: mx.array, position: int, past: Any = None, block: mx.array = NO_DRAFTS, **_) -> Rows:
-        "See `Law.rows`."
+    def rows(self, logits: mx.array, position: int, past: Any = None, block: mx.array = NO_DRAFTS,
+             mask: mx.array | None = None, purpose: int = TOKEN) -> Rows:
+        "See `Law.rows`. Callables know neither masks nor purposes."
         out = []
         for i in range(logits.shape[0]):
             row = logits[i:i + 1]
