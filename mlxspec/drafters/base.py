@@ -10,8 +10,11 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import mlx.core as mx
 
 from ..core import ConfigError, Drafter, PairError, Proposal
 
@@ -77,9 +80,14 @@ class Guest:
     def propose(self, k: int, # most drafts wanted
                 law: Any) -> Proposal: # the request's law; the drafter may use its noise
         "At most `k` drafts; an empty proposal names its reason."
-        if self.state is None: return NOTHING
-        p = self._call(self.drafter.propose, [self.state], [k], [law], otherwise=[NOTHING])[0]
-        return p if len(p) <= k else Proposal(p.tokens[:k], p.sources[:k], p.logprobs, p.vocab_map)
+        return NOTHING if self.state is None else self._call(self._proposal, k, law, otherwise=NOTHING)
+
+    def _proposal(self, k: int, law: Any) -> Proposal:
+        "Ask the drafter; ValueError or RuntimeError when what it says are no token ids."
+        p = self.drafter.propose([self.state], [k], [law])[0]
+        drafts = mx.array(p.tokens[:k], dtype=mx.int32)
+        if drafts.shape != (min(k, len(p)),): raise ValueError(f'{self.kind} names {len(p)} drafts and gives {drafts.shape}')
+        return replace(p, tokens=drafts, sources=p.sources[:k])
 
     def observe(self, tokens: list[int], features: Any, accepted: int) -> None:
         "Tell the drafter what came: `features[r]` belongs to the input row that `tokens[r]` followed."
