@@ -6,12 +6,14 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 
 from nbdev.config import get_config, nbpath2html
 from nbdev.quarto import refresh_quarto_yml
 from nbdev.serve import proc_nbs
 
 TEXT = ('.ipynb', '.yml', '.qmd')
+warnings.filterwarnings('ignore', 'Found cells containing imports')   # a page that cannot be made says so by itself
 
 
 def adapt(text, site, pages):
