@@ -11,13 +11,12 @@ __all__ = ['WORDS', 'NAMES', 'DAYS', 'MONTHS', 'COUNTRIES', 'CAPITALS', 'CITIES'
            'EDIT_BELOW', 'SET', 'JSON', 'TOOLS', 'REQUESTS', 'ANY', 'TOOL_VERBS', 'PARAMETERS', 'WEATHER', 'SKIES',
            'PLACES', 'THINGS', 'LOOKS', 'WHEN', 'WENT', 'PLACE_LOOKS', 'FIND', 'FRIEND', 'WORD', 'DEED', 'END', 'TELL',
            'OPENING', 'SKILLS', 'HELLO', 'UNKNOWN', 'HI', 'HI_TAIL', 'WHO', 'THANKS', 'BYE', 'THANKS_TAIL', 'BYE_TAIL',
-           'TOPICS', 'ASK_ANYTHING', 'TASKS', 'LATE', 'SYSTEM', 'EARLIER', 'Item', 'single', 'held_out', 'ask',
-           'numbers', 'count', 'count_down', 'syllables', 'spell', 'facts', 'numbered', 'days', 'months', 'capital',
-           'add_steps', 'sub_steps', 'sums', 'scene', 'random_words', 'scramble', 'fields', 'record', 'listing',
-           'snippet', 'text', 'copy', 'replaceable', 'edit', 'plain', 'edit_json', 'make_json', 'function', 'call',
-           'tool_request', 'any_tool', 'tool', 'tool_answer', 'plot', 'story', 'check_story', 'topic', 'anything',
-           'chat', 'draw', 'without_thought', 'turns_before', 'conversation', 'check', 'tool_line', 'tool_text', 'turn',
-           'render']
+           'TOPICS', 'ASK_ANYTHING', 'TASKS', 'SYSTEM', 'EARLIER', 'Item', 'single', 'held_out', 'ask', 'numbers',
+           'count', 'count_down', 'syllables', 'spell', 'facts', 'numbered', 'days', 'months', 'capital', 'add_steps',
+           'sub_steps', 'sums', 'scene', 'random_words', 'scramble', 'fields', 'record', 'listing', 'snippet', 'text',
+           'copy', 'replaceable', 'edit', 'plain', 'edit_json', 'make_json', 'function', 'call', 'tool_request',
+           'any_tool', 'tool', 'tool_answer', 'plot', 'story', 'check_story', 'topic', 'anything', 'chat', 'draw',
+           'without_thought', 'turns_before', 'conversation', 'check', 'tool_line', 'tool_text', 'turn', 'render']
 
 # %% ../nbs/50_curriculum.ipynb #3c364dc5
 import json
@@ -654,13 +653,9 @@ def chat(r: random.Random, size: float = 1) -> Item:
 
 # %% ../nbs/50_curriculum.ipynb #fc7884f0
 TASKS: dict[Callable, float] = {
-    count: 1.0, count_down: 1.0, spell: 1.6, days: .45, months: .6, capital: .5, sums: 2.6,
-    copy: 2.6, edit: 2.2, edit_json: 1.0, make_json: .9, tool: 1.3, tool_answer: .4,
-    story: 1.0, chat: 1.1}
-LATE: dict[Callable, float] = {
-    count: .4, count_down: .5, spell: 3.0, days: 1.2, months: 1.5, capital: .6, sums: 2.6,
-    copy: 1.2, edit: 3.0, edit_json: 1.0, make_json: 1.2, tool: 1.8, tool_answer: .2,
-    story: .8, chat: .8}
+    count: .8, count_down: .7, spell: 3.0, days: 1.0, months: 1.2, capital: .7, sums: 2.8,
+    copy: 1.4, edit: 2.6, edit_json: 1.0, make_json: 1.2, tool: 1.8, tool_answer: .3,
+    story: .8, chat: .9}
 SYSTEM = ['You are a helpful assistant.', 'You are a helpful assistant. Answer briefly.',
           'Answer briefly.', 'Be polite and short.', 'You are a small demo model.',
           'You are a friendly bot.']

@@ -21,6 +21,10 @@ from mlxspec import curriculum as C
 
 ASSETS = ROOT/'mlxspec'/'assets'
 TARGET, HEAD = ASSETS/'mlxspec-demo', ASSETS/'mlxspec-demo-mtp'
+def use_assets(d):
+    global TARGET, HEAD
+    TARGET, HEAD = d/'mlxspec-demo', d/'mlxspec-demo-mtp'
+
 SPECIAL = ['<|endoftext|>', '<|im_start|>', '<|im_end|>', '<think>', '</think>', '<tool_call>', '</tool_call>']
 CONFIG = dict(architectures=['Qwen3ForCausalLM'], model_type='qwen3', hidden_size=160, num_hidden_layers=8, intermediate_size=432, num_attention_heads=5,
               num_key_value_heads=5, head_dim=32, rms_norm_eps=1e-6, vocab_size=1280, max_position_embeddings=4096, rope_theta=10000.0, tie_word_embeddings=True,
@@ -47,7 +51,7 @@ def corpus(n, seed=0, again=300):
     r, made_up = random.Random(seed), C.syllables
     C.syllables = lambda r, n: r.choice(C.WORDS) # made-up words would fill the vocabulary with their syllables
     for _ in range(n):
-        it = C.conversation(r, 1)
+        it = C.conversation(r, 1, tasks=dict.fromkeys(C.TASKS, 1)) # all kinds alike: the vocabulary does not hang on the mixture
         yield C.render(it.messages, it.tools) + it.answer + '<|im_end|>\n'
     C.syllables = made_up
     for w in C.WORDS + C.NAMES + C.CITIES + C.DAYS + C.MONTHS: yield ' '.join([w]*again) + '\n' + '\n'.join([w]*again)
@@ -139,7 +143,7 @@ class Body(nn.Module):
 
 class Target(nn.Module):
     "Hidden after the final norm; `logits` is the tied head."
-    def __init__(s, c=CONFIG): super().__init__(); s.model = Body(c); init(s); wire_copying(s, c)
+    def __init__(s, c=CONFIG): super().__init__(); s.model = Body(c); init(s)
     def forward(s, ids, cache=None): return s.model(ids, cache)
     def logits(s, h): return F.linear(h, s.model.embed_tokens.weight)
 
@@ -173,40 +177,58 @@ class Head(nn.Module):
 
 def init(m):
     for n, p in m.named_parameters():
-        if 'embed_tokens' in n: nn.init.normal_(p, std=.05)
+        if 'embed_tokens' in n: nn.init.normal_(p, std=.1)
         elif n.endswith(('o_proj.weight', 'down_proj.weight')): nn.init.zeros_(p)
         elif n.endswith('q_norm.weight'): nn.init.constant_(p, 2.5) # normalised queries and keys are too soft at 1
         elif p.ndim == 2: nn.init.normal_(p, std=p.shape[1]**-.5 * .8)
 
-@torch.no_grad()
-def wire_copying(m, c, heads=3):
-    """Start with a copying circuit (Olsson et al. 2022, "induction heads") that a long training would find by itself.
+BACK, SAY = .22, .6 # how loud the wired heads are beside an embedding
 
-    One head of layer 0 looks one token back and writes what it saw into a subspace. Some heads of layer 1 look for the place whose
-    previous token is the current one, and write what stands there. Random rotations, so nothing else is tied to the choice.
+@torch.no_grad()
+def wire_spelling(m, tok):
+    "Start the embeddings from what tokens are made of: a random vector, plus one for every letter at its place. \" chair\", \"chair\" and \"ch\" begin alike."
+    E, letters = m.model.embed_tokens.weight, {}
+    E *= .75
+    for i in range(len(SPECIAL), E.shape[0]):
+        for place in enumerate(tok.id_to_token(i).lstrip('Ġ')[:6]):
+            if place not in letters: letters[place] = .0285*torch.randn(E.shape[1])
+            E[i] += letters[place]
+
+@torch.no_grad()
+def wire_copying(m, c):
+    """Start with a copying circuit (Olsson et al. 2022, "induction heads"), which a long training would find by itself.
+
+    Layer 0: one head looks one token back, one looks two back; each writes what it saw into a subspace of its own.
+    Layer 1: two heads look for the place whose previous token is the current one, and write what stands there. Two more look for the
+    place whose token before last is the previous one: the same answer as long as text is copied, and the right one after a word that
+    was replaced. Layer 2: one head, faintly, looks two places behind what is about to be said ("replace A with B").
+    Everything rests on random rotations, and training goes on from there.
     """
     H, hd, half = c['hidden_size'], c['head_dim'], c['head_dim']//2
-    E, l0, l1 = m.model.embed_tokens.weight, m.model.layers[0].self_attn, m.model.layers[1].self_attn
-    E[:, 0] = .15                                            # a constant that queries of position can stand on
-    basis = lambda n: torch.cat([torch.zeros(1, n), torch.linalg.qr(torch.randn(H-1, n))[0]]) # [H, n], orthonormal, free of the constant
-    seen, put = basis(hd), basis(hd)                         # what is read of a token, and where the token before is written
-    u = torch.zeros(hd); u[[0, 1, 2]] = 1.                   # the three fastest rotations tell neighbours apart
-    cs = angles(1, hd, start=1)
-    l0.q_proj.weight[:hd] = 0; l0.k_proj.weight[:hd] = 0
-    l0.q_proj.weight[:hd, 0] = u; l0.k_proj.weight[:hd, 0] = rope(u[None], *cs)[0]
-    l0.v_proj.weight[:hd] = seen.T; l0.o_proj.weight[:, :hd] = .11*put
-    slow = list(range(half//2, half)) + list(range(half + half//2, hd)) # dimensions that barely rotate within a text
-    out = basis(hd*heads)
-    for h in range(heads):
+    E, (l0, l1, l2) = m.model.embed_tokens.weight, [m.model.layers[i].self_attn for i in range(3)]
+    E[:, 0] = .3                                                        # a constant that queries of position can stand on
+    basis = torch.cat([torch.zeros(1, 4*hd), torch.linalg.qr(torch.randn(H-1, 4*hd))[0]]).split(hd, 1) # [H, hd] each, orthonormal, free of the constant
+    said, before, before2 = basis[:2], basis[2], basis[3]                # what is about to be said; the token before; the one before that
+    u = torch.zeros(hd); u[[0, 1, 2]] = 1.                               # the three fastest rotations tell neighbours apart
+    slow = list(range(half//2, half)) + list(range(half+half//2, hd))    # dimensions that barely rotate within a text
+    def look_back(h, n, put):
         r = slice(h*hd, (h+1)*hd)
-        l1.q_proj.weight[r] = 0; l1.k_proj.weight[r] = 0
-        l1.q_proj.weight[r][slow] = seen.T[:half]; l1.k_proj.weight[r][slow] = put.T[:half]
-        l1.v_proj.weight[r] = out.T[r]; l1.o_proj.weight[:, r] = .3*out[:, r]
+        l0.q_proj.weight[r] = 0; l0.k_proj.weight[r] = 0
+        l0.q_proj.weight[r, 0] = u; l0.k_proj.weight[r, 0] = rope(u[None], *angles(1, hd, start=n))[0]
+        l0.v_proj.weight[r] = said[0].T; l0.o_proj.weight[:, r] = BACK*put
+    def match(l, h, q, k, out, gain):
+        r = slice(h*hd, (h+1)*hd)
+        l.q_proj.weight[r] = 0; l.k_proj.weight[r] = 0
+        l.q_proj.weight[r][slow] = q.T[:half]; l.k_proj.weight[r][slow] = k.T[:half]
+        l.v_proj.weight[r] = out.T; l.o_proj.weight[:, r] = gain*out
+    look_back(0, 1, before); look_back(1, 2, before2)
+    for h in range(2): match(l1, h, said[0], before, said[h], SAY); match(l1, 2+h, before, before2, said[h], SAY)
+    match(l2, 0, said[0], before2, said[0], SAY/6)
 
 # --- data: chunks of conversations, seeded by their number, cut into batches of like length
 class Data:
-    def __init__(s, seed, steps, tokens=4096, per=1600, late=800):
-        s.late = late; s.tok, s.seed, s.steps, s.tokens, s.per = Tokenizer.from_file(str(TARGET/'tokenizer.json')), seed, steps, tokens, per
+    def __init__(s, seed, steps, tokens=4096, per=1600):
+        s.tok, s.seed, s.steps, s.tokens, s.per = Tokenizer.from_file(str(TARGET/'tokenizer.json')), seed, steps, tokens, per
     def encode(s, items):
         "(ids, 1 where an answer token is to be predicted) per conversation."
         a = s.tok.encode_batch([C.render(i.messages, i.tools) for i in items])
@@ -225,7 +247,7 @@ class Data:
         out.append(cur)
         if r: r.shuffle(out)
         return out
-    def size(s, step): return min(1., .15 + step/1350) if s.steps > 1 else 1.
+    def size(s, step): return min(1., .2 + step/600) if s.steps > 1 else 1.
     def stream(s, step=0, mix=4, start=(0, 0)):
         """Steps for ever, each a few small batches: short, middling and long exercises, so that every step sees every kind.
 
@@ -235,9 +257,8 @@ class Data:
         while True:
             s.start = chunk, at # a place to begin from when resuming
             r = random.Random(s.seed*1000003 + chunk)
-            late = at >= s.late
-            size = lambda: s.size(at)*(r.random() if late and r.random() < .6 else 1) # later on: more exercises, rather than longer ones
-            bs = s.batches(s.encode([C.conversation(r, size(), tasks=C.LATE if late else C.TASKS) for _ in range(s.per)]))
+            size = lambda: s.size(at)*(r.random() if r.random() < .6 else 1)
+            bs = s.batches(s.encode([C.conversation(r, size()) for _ in range(s.per)]))
             n = len(bs)//mix
             parts = [bs[i*n:(i+1)*n] for i in range(mix)]
             for p in parts: r.shuffle(p)
@@ -278,9 +299,9 @@ class Muon(torch.optim.Optimizer):
 def optimisers(m, lr):
     mats = [p for n, p in m.named_parameters() if p.ndim == 2 and 'embed' not in n]
     rest = [p for n, p in m.named_parameters() if p.ndim < 2 or 'embed' in n]
-    return [Muon(mats, lr=lr), torch.optim.AdamW(rest, lr=lr*.15, betas=(.9, .98), weight_decay=0.)]
+    return [Muon(mats, lr=lr), torch.optim.AdamW(rest, lr=lr*.1, betas=(.9, .98), weight_decay=0.)]
 
-def schedule(step, steps, warm=60, tail=.35):
+def schedule(step, steps, warm=100, tail=.35):
     "Warm up, hold, fall to zero over the last third."
     return min(1, (step+1)/warm, (steps-step)/(tail*steps))
 
@@ -315,6 +336,7 @@ def run_workers(f, a):
     torch.multiprocessing.spawn(worker, (f, a), nprocs=a.workers)
 
 def worker(rank, f, a):
+    use_assets(a.assets)
     torch.set_num_threads(max(1, a.threads//a.workers))
     torch.distributed.init_process_group('gloo', init_method=f'file://{a.work}/meet', rank=rank, world_size=a.workers)
     f(rank, a)
@@ -332,6 +354,7 @@ def train_target(rank, a):
     if ck.exists():
         d = torch.load(ck, weights_only=False); m.load_state_dict(d['m']); ema.w = d['ema']; step, spent, start = d['step'], d['spent'], d.get('start', start)
         for o, s in zip(opts, d['opts']): o.load_state_dict(s)
+    else: wire_spelling(m, data.tok); wire_copying(m, CONFIG); ema = Ema(m)
     held = [i for i in data.held(12) if i.task != 'story']
     t0, seen, losses = time.time(), 0, []
     for group in data.stream(step, start=start):
@@ -451,10 +474,10 @@ def export(a, random_weights=False):
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument('what', choices=['tokenizer', 'target', 'head', 'export'])
-    p.add_argument('--steps', type=int, default=4000); p.add_argument('--lr', type=float, default=.02); p.add_argument('--tokens', type=int, default=4096)
+    p.add_argument('--steps', type=int, default=4000); p.add_argument('--lr', type=float, default=.012); p.add_argument('--tokens', type=int, default=3072)
     p.add_argument('--seed', type=int, default=0); p.add_argument('--every', type=int, default=250); p.add_argument('--threads', type=int, default=2)
-    p.add_argument('--workers', type=int, default=2); p.add_argument('--stories', type=int, default=800); p.add_argument('--work', type=Path, default=ROOT/'_train')
-    a = p.parse_args(); a.work.mkdir(parents=True, exist_ok=True); torch.set_num_threads(a.threads)
+    p.add_argument('--workers', type=int, default=2); p.add_argument('--stories', type=int, default=800); p.add_argument('--work', type=Path, default=ROOT/'_train'); p.add_argument('--assets', type=Path, default=ASSETS)
+    a = p.parse_args(); a.work.mkdir(parents=True, exist_ok=True); use_assets(a.assets); torch.set_num_threads(a.threads)
     if a.what == 'tokenizer': train_tokenizer(); export(a, random_weights=True)
     elif a.what == 'target': run_workers(train_target, a)
     elif a.what == 'head':
