@@ -88,7 +88,7 @@ class Params:
     logprobs: int | None = None     # None: no log-probabilities; n: the chosen token's and the n most likely
     logprobs_of: str = 'raw'        # 'raw': what the target said; 'processed': what the token was drawn from
     accept_law: str = 'coupled'     # how sampled drafts are accepted: 'coupled' or 'rejection'
-    speculate: bool = True          # False: no drafter runs for this request
+    speculate: bool | tuple[str, ...] = True # False: no drafter runs for this request; kinds: only these
 
     def __post_init__(self):
         for name, (lo, hi) in _RANGES.items(): _check_range(name, getattr(self, name), lo, hi)

@@ -22,13 +22,13 @@ from typing import Any
 
 from . import device
 from .config import Settings, load_settings
-from .core import Chunk, Emitted, EngineError, MlxspecError, Params, RequestError, RequestStats
+from .core import Chunk, Drafter, Emitted, EngineError, MlxspecError, Params, RequestError, RequestStats
 from .pilot import Pilot
 from .policy import MtpPolicySnapshot
 from .scheduler import ModelWorkScheduler, Stepper
 
 # %% auto #0
-__all__ = ['Result', 'Plan', 'inside_thought', 'lane', 'decode', 'admit', 'Job', 'Engine']
+__all__ = ['Result', 'Plan', 'inside_thought', 'lane', 'taking_part', 'decode', 'admit', 'Job', 'Engine']
 
 # %% ../nbs/33_engine.ipynb #a6cf347b
 device.require_mlx() # before anything that imports it: one sentence, not a linker's message
@@ -84,7 +84,7 @@ def lane(target: Target, run: Running, plan: Plan,
     "Decode one sequence to its end, step by step, as policy and gate choose."
     seq = run.seq
     alone = plan.drafters.reason if seq.params.speculate else 'disabled' # why this request has no drafters
-    course = plan.pilot.open(plan.think, inside_thought(seq.tokens, plan.think)) if run.guests else None
+    course = plan.pilot.open([g.kind for g in run.guests], plan.think, inside_thought(seq.tokens, plan.think)) if run.guests else None
     while not seq.finish:
         want = course.choose(arms(run, plan.k), run.cached) if course else None
         result, chunk = step(target, run, want.k, want.arm, want.reason) if want else step(target, run, 1, why=alone)
@@ -93,12 +93,16 @@ def lane(target: Target, run: Running, plan: Plan,
         yield 'plain' if result.kind == 'plain' else 'mtp'
     if course: course.close()
 
+def taking_part(made: tuple[Drafter, ...], speculate: bool | tuple[str, ...]) -> tuple[Drafter, ...]:
+    "The drafters that a request lets in."
+    return made if speculate is True else tuple(d for d in made if speculate and d.kind in speculate)
+
 def decode(target: Target, seq: Sequence, plan: Plan,
            on_chunk: Callable[[Chunk], object] | None, # runs on the owner thread, once per step
            count: Callable[[int], None], # told the number of requests in each decode step
           ) -> Stepper: # yields lanes, returns a Result
     "Run one request."
-    run, chunks = open_running(target, seq, plan.drafters.made if seq.params.speculate else ()), []
+    run, chunks = open_running(target, seq, taking_part(plan.drafters.made, seq.params.speculate)), []
     def out(chunk: Chunk):
         chunks.append(chunk)
         count(1)

@@ -7,8 +7,8 @@ Docs: https://mlxspec.github.io/mlxspec/pilot.html.md"""
 # %% ../nbs/28_pilot.ipynb #c76aed7a
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .core import StepResult
@@ -118,8 +118,10 @@ class Pilot:
     gate: Gate | None = None
     rules: Rules = field(default_factory=Rules)
 
-    def open(self, think: tuple[int, int] | None = None, # ids that open and close a thought
+    def open(self, kinds: Iterable[str], # drafters of this request
+             think: tuple[int, int] | None = None, # ids that open and close a thought
              thinking: bool = False, # the prompt ends inside one
             ) -> Course:
-        "A request begins."
-        return Course(self.rules, self.policy, self.gate, Place(think, thinking), self.policy.open())
+        "A request begins. The policy has no business with one that the head takes no part in."
+        rules = self.rules if self.rules.mtp in kinds else replace(self.rules, mtp=None)
+        return Course(rules, self.policy, self.gate, Place(think, thinking), self.policy.open())
