@@ -172,7 +172,9 @@ def demo(args: argparse.Namespace, settings: Settings) -> int:
     import json
 
     from mlxspec import demo as d
-    if settings.origin('max_tokens') == 'default': settings = settings.replace(max_tokens=d.MAX_TOKENS)
+    forced = dict(mtp_gate='force', enable_mtp_b1=True) # every arm runs, whether it pays or not: that is what is shown
+    if settings.origin('max_tokens') == 'default': forced['max_tokens'] = d.MAX_TOKENS
+    settings = settings.replace(**forced)
     prompts = [prompt_text(p) for p in args.prompt or d.PROMPTS]
     with load(settings) as engine:
         answers = d.demo(engine, prompts, None if args.json else console(), seed=0)

@@ -18,8 +18,9 @@ from typing import Any
 from .core import PairError, round_half_away
 
 # %% auto #0
-__all__ = ['PROMPTS', 'RUNS', 'MAX_TOKENS', 'BUDGET_S', 'ACCEPTED', 'QUOTES', 'as_chat', 'Answer', 'first_difference', 'seconds',
-           'compare', 'marked', 'counts', 'verdict', 'total_ratio', 'show', 'as_json', 'demo']
+__all__ = ['PROMPTS', 'RUNS', 'MAX_TOKENS', 'BUDGET_S', 'BOTH', 'ACCEPTED', 'QUOTES', 'as_chat', 'arms_of', 'Arm', 'Answer',
+           'first_difference', 'seconds', 'compare', 'marked', 'counts', 'total_ratios', 'verdict', 'show', 'as_json',
+           'demo']
 
 # %% ../nbs/52_demo.ipynb #775f09c5
 PROMPTS = (
@@ -38,18 +39,35 @@ def as_chat(engine: Any, # anything with `chat.has_template`
     "A chat message if the target chats, plain text if not."
     return [{'role': 'user', 'content': text}] if engine.chat.has_template else text
 
+# %% ../nbs/52_demo.ipynb #06dc2c7c
+BOTH = 'together'
+
+def arms_of(kinds: Sequence[str], # drafters of an engine, in order of preference
+           ) -> dict[str, tuple[str, ...]]: # name -> drafters that take part
+    "What is compared with plain decoding."
+    alone = {k: (k,) for k in kinds}
+    return alone | {BOTH: tuple(kinds)} if len(kinds) > 1 else alone
+
 # %% ../nbs/52_demo.ipynb #631023a9
 @dataclass(frozen=True)
-class Answer:
-    "One prompt, answered both ways."
-    prompt: str
-    result: Any               # Result with speculation
-    plain: Any                # Result without
-    ratios: tuple[float, ...] # plain / speculative seconds of decoding, one per pair of runs
-    differs: int | None       # first token at which any two runs differ; None: all the same
+class Arm:
+    "One way of speculating."
+    result: Any               # Result
+    ratios: tuple[float, ...] # plain / speculative seconds of decoding, one per turn
 
     @property
     def ratio(self) -> float: return statistics.median(self.ratios)
+
+@dataclass(frozen=True)
+class Answer:
+    "One prompt, answered in every way."
+    prompt: str
+    plain: Any                # Result without speculation
+    arms: dict[str, Arm]      # by name; the last one has all drafters
+    differs: int | None       # first token at which any two runs differ; None: all the same
+
+    @property
+    def last(self) -> Arm: return list(self.arms.values())[-1]
 
 def first_difference(a: Sequence[Any], b: Sequence[Any], # tokens, with `.id`
                     ) -> int | None: # index, or None when all ids are equal
@@ -63,21 +81,21 @@ def seconds(result: Any) -> float: # above zero, also for an answer that is over
     return max(result.stats.decode_s, 1e-9)
 
 def compare(engine: Any, prompt: str,
-            runs: int = RUNS,         # pairs of runs, at least 1
-            budget_s: float = BUDGET_S, # no new pair after this many seconds
+            runs: int = RUNS,         # turns, at least 1
+            budget_s: float = BUDGET_S, # no new turn after this many seconds
             clock: Callable[[], float] = time.perf_counter, # seconds
             **params) -> Answer:
-    "Answer a prompt with and without speculation, warm-up first, then interleaved pairs of runs."
-    one = lambda speculate: engine.generate(as_chat(engine, prompt), speculate=speculate, **params)
-    plain, spec = one(False), one(True)
-    outputs, ratios, end = [spec], [], clock() + budget_s
-    while len(ratios) < runs and (not ratios or clock() < end):
-        order = (False, True) if len(ratios) % 2 == 0 else (True, False)
-        pair = {speculate: one(speculate) for speculate in order}
-        ratios.append(seconds(pair[False]) / seconds(pair[True]))
-        outputs += pair.values()
-    parts = [d for r in outputs if (d := first_difference(plain.tokens, r.tokens)) is not None]
-    return Answer(prompt, spec, plain, tuple(ratios), min(parts, default=None))
+    "Answer a prompt in every way, warm-up first, then in turns."
+    ways: dict[str, Any] = {'': False} | arms_of(engine.drafters)
+    one = lambda name: engine.generate(as_chat(engine, prompt), speculate=ways[name], **params)
+    first = {n: one(n) for n in ways}
+    outputs, turns, end = list(first.values()), [], clock() + budget_s
+    while len(turns) < runs and (not turns or clock() < end):
+        turns.append({n: one(n) for n in (list(ways) if len(turns) % 2 == 0 else list(ways)[::-1])})
+        outputs += turns[-1].values()
+    ratios = {n: tuple(seconds(t['']) / seconds(t[n]) for t in turns) for n in ways}
+    parts = [d for r in outputs if (d := first_difference(first[''].tokens, r.tokens)) is not None]
+    return Answer(prompt, first[''], {n: Arm(first[n], ratios[n]) for n in ways if n}, min(parts, default=None))
 
 # %% ../nbs/52_demo.ipynb #9cc8fc4b
 ACCEPTED = 'underline #009E73' # Okabe and Ito, bluish green
@@ -97,43 +115,44 @@ def marked(pieces: Sequence[tuple[str, str]], # text cut by origin: (text, 'targ
     return out
 
 # %% ../nbs/52_demo.ipynb #6b926240
-def counts(a: Answer) -> str: # one line
-    "What speculation did for one answer."
-    s, n = a.result.stats, len(a.ratios)
+def counts(name: str, arm: Arm) -> str: # one line
+    "What one arm did for an answer."
+    s, n = arm.result.stats, len(arm.ratios)
     did = f'drafted {s.drafted}, accepted {s.accepted} in {s.rounds} round{"s" * (s.rounds != 1)}'
-    pairs = '1 pair of runs' if n == 1 else f'median of {n} pairs of runs'
-    return f'{s.completion_tokens} tokens: {did}; {a.ratio:.2f}x plain ({pairs})'
+    return f'{name}: {did}; {arm.ratio:.2f}x plain ({"1 turn" if n == 1 else f"median of {n} turns"})'
+
+def total_ratios(answers: Sequence[Answer]) -> dict[str, float]: # arm -> ratio
+    "The geometric mean of the answers' ratios, arm by arm."
+    return {n: math.exp(statistics.fmean(math.log(a.arms[n].ratio) for a in answers)) for n in answers[0].arms}
 
 def verdict(answers: Sequence[Answer]) -> str: # one sentence or two
     "What all answers together say."
     bad = [f'prompt {i} from token {a.differs + 1}' for i, a in enumerate(answers, 1) if a.differs is not None]
     if bad: return f'TEXTS DIFFER: {", ".join(bad)}. Speculation must never change the text; this is a fault.'
-    n = sum(len(a.ratios) for a in answers)
-    return (f'Same text with and without speculation in every run. Speed {total_ratio(answers):.2f}x plain decoding, '
-            f'measured on this machine, {n} interleaved pairs of runs.')
-
-def total_ratio(answers: Sequence[Answer]) -> float:
-    "The geometric mean of the answers' ratios."
-    return math.exp(statistics.fmean(math.log(a.ratio) for a in answers))
+    speeds = ', '.join(f'{n} {r:.2f}x' for n, r in total_ratios(answers).items())
+    return (f'Same text with and without speculation in every run. Speed against plain decoding, measured on this machine '
+            f'in {sum(len(a.last.ratios) for a in answers)} interleaved turns: {speeds}.')
 
 # %% ../nbs/52_demo.ipynb #0d9b49b5
 def show(answer: Answer, number: int, console: Any) -> None: # a rich.console.Console
     "Print one answer."
     from rich.text import Text
-    styled = console.color_system is not None
-    for t in (Text(f'{number}. {answer.prompt}', 'bold'), marked(answer.result.pieces, styled), Text(counts(answer), 'italic'), ''):
+    styled, result = console.color_system is not None, answer.last.result
+    notes = [Text(counts(n, arm), 'italic') for n, arm in answer.arms.items()]
+    for t in (Text(f'{number}. {answer.prompt}', 'bold'), marked(result.pieces, styled), Text(f'{len(result.tokens)} tokens', 'italic'), *notes, ''):
         console.print(t, highlight=False, soft_wrap=True)
 
 def as_json(engine: Any, answers: Sequence[Answer]) -> dict:
     "The whole demo as plain data; ratios are rounded to 2 decimals."
+    def arm(x: Arm) -> dict:
+        s = x.result.stats
+        return dict(drafted=s.drafted, accepted=s.accepted, rounds=s.rounds, ratio=round_half_away(x.ratio),
+                    ratios=[round_half_away(r) for r in x.ratios], pieces=[dict(text=t, origin=o) for t, o in x.result.pieces])
     def one(a: Answer) -> dict:
-        s = a.result.stats
-        return dict(prompt=a.prompt, text=a.result.text, same_text=a.differs is None, differs_at=a.differs,
-                    completion_tokens=s.completion_tokens, drafted=s.drafted, accepted=s.accepted, rounds=s.rounds,
-                    ratio=round_half_away(a.ratio), ratios=[round_half_away(r) for r in a.ratios],
-                    pieces=[dict(text=t, origin=o) for t, o in a.result.pieces])
+        return dict(prompt=a.prompt, text=a.plain.text, same_text=a.differs is None, differs_at=a.differs,
+                    completion_tokens=a.plain.stats.completion_tokens, arms={n: arm(x) for n, x in a.arms.items()})
     return dict(model=engine.name, drafters=list(engine.drafters), same_text=all(a.differs is None for a in answers),
-                ratio=round_half_away(total_ratio(answers)), answers=[one(a) for a in answers])
+                ratios={n: round_half_away(r) for n, r in total_ratios(answers).items()}, answers=[one(a) for a in answers])
 
 # %% ../nbs/52_demo.ipynb #6ac25c67
 def demo(engine: Any, # an Engine with a drafter

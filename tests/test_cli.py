@@ -129,8 +129,10 @@ def test_demo(capsys):
     report = json.loads(text)
     assert code == 0 and report['same_text'] and len(report['answers']) == 2 and report['model'] == 'mlxspec-demo'
     for a in report['answers']:
-        assert a['differs_at'] is None and 0 <= a['accepted'] <= a['drafted'] and a['completion_tokens'] <= 12 and a['ratio'] > 0
-        assert ''.join(p['text'] for p in a['pieces']) == a['text']
+        assert a['differs_at'] is None and a['completion_tokens'] <= 12 and list(a['arms']) == ['lookup', 'qwen3_5_mtp', 'together']
+        for arm in a['arms'].values():
+            assert 0 <= arm['accepted'] <= arm['drafted'] and arm['ratio'] > 0
+            assert ''.join(p['text'] for p in arm['pieces']) == a['text']
 
 
 def test_demo_fails_when_a_text_changes(capsys, monkeypatch):
