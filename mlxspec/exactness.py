@@ -27,11 +27,11 @@ from .strategies import STRATEGIES, OneWay
 from .target import Target, entries_of, put_back, remember
 
 # %% auto #0
-__all__ = ['REAL', 'DRAWS', 'Steps', 'SHORT', 'LONG', 'EDGE', 'LIMIT_S', 'ALSO', 'log', 'random_ids', 'overheard', 'more_like',
-           'synthetic', 'using', 'Stage', 'chain', 'set_stage', 'finish', 'walks', 'Difference', 'differing',
-           'by_itself', 'difference', 'Block', 'walk', 'Trial', 'try_width', 'first_contexts', 'further', 'exact_at',
-           'answers', 'open_trials', 'try_all', 'decline_sentence', 'not_run', 'inexact_warning', 'Table', 'all_trials',
-           'Memo', 'recall', 'why_not', 'Exactness']
+__all__ = ['REAL', 'Steps', 'SHORT', 'LONG', 'EDGE', 'LIMIT_S', 'ALSO', 'log', 'random_ids', 'overheard', 'more_like',
+           'synthetic', 'using', 'Stage', 'set_stage', 'finish', 'walks', 'Difference', 'differing', 'difference',
+           'Block', 'law_differs', 'walk', 'Trial', 'try_width', 'first_contexts', 'further', 'exact_at', 'answers',
+           'next_trial', 'try_all', 'decline_sentence', 'not_run', 'inexact_warning', 'Table', 'all_trials', 'Memo',
+           'recall', 'why_not', 'Exactness']
 
 # %% ../nbs/08_exactness.ipynb #7f87b568
 REAL = 16 # tokens that are really read
@@ -91,8 +91,8 @@ class Stage:
     context: int                  # tokens in the cache
     cache: list
     memory: list[Any]             # the cache's beginning
-    ids: list[list[int]]          # per draw: the tokens that are fed
-    said: list[mx.array]          # per draw: [n, V] logits of single steps
+    ids: list[int]                # tokens that are fed
+    said: mx.array                # [n, V] what single steps said after each
     step_s: float                 # median time of one
 
     def reset(self) -> None:
@@ -102,39 +102,27 @@ class Stage:
     @property
     def gap(self) -> float:
         "Smallest difference between the two largest logits of a row."
-        top = [mx.topk(s, 2, axis=-1).astype(mx.float32) for s in self.said]
-        return min(float(np.array(mx.abs(t[:, 0] - t[:, 1])).min()) for t in top)
+        top = mx.topk(self.said, 2, axis=-1).astype(mx.float32)
+        return float(np.array(mx.abs(top[:, 0] - top[:, 1])).min())
 
-# %% ../nbs/08_exactness.ipynb #ca13f558
-DRAWS = 2 # token sequences per context
+# %% ../nbs/08_exactness.ipynb #3aa9d6a1
 Steps = Generator[None, None, Any] # one forward at a time
-
-def chain(stage: Stage, ids: list[int], ways: OneWay) -> Generator[None, None, tuple[mx.array, list[float]]]: # logits [n, V], seconds
-    "What single steps say."
-    rows, times = [], []
-    for t in ids:
-        t0 = time.perf_counter()
-        with using(stage.target, ways): row = stage.target.step(mx.array([[t]]), stage.cache).logits[0]
-        mx.eval(row)
-        rows.append(row)
-        times.append(time.perf_counter() - t0)
-        yield
-    stage.reset()
-    return mx.concatenate(rows), times
 
 def set_stage(target: Target, context: int, # tokens
               k: int, # widest block that will be tried
               ways: OneWay, # how single steps are run
              ) -> Generator[None, None, Stage]:
-    "Fill a cache and run the chain of every draw, long enough for all walks."
-    cache, times = synthetic(target, context, seed=context), []
-    stage = Stage(target, context, cache, [remember(e) for e in entries_of(cache)], [], [], 0.)
-    for d in range(DRAWS):
-        stage.ids.append(random_ids(2 * k, target.vocab_size, context + d))
-        said, t = yield from chain(stage, stage.ids[-1], ways)
-        stage.said.append(said)
-        times += t
-    stage.step_s = statistics.median(times)
+    "Fill a cache and run the chain, long enough for all walks."
+    cache, ids = synthetic(target, context, seed=context), random_ids(max(2 * k, 12), target.vocab_size, context)
+    stage, rows, times = Stage(target, context, cache, [remember(e) for e in entries_of(cache)], ids, mx.zeros(0), 0.), [], []
+    for t in ids:
+        t0 = time.perf_counter()
+        with using(target, ways): rows.append(target.step(mx.array([[t]]), cache).logits[0])
+        mx.eval(rows[-1])
+        times.append(time.perf_counter() - t0)
+        yield
+    stage.reset()
+    stage.said, stage.step_s = mx.concatenate(rows), statistics.median(times)
     return stage
 
 def finish(steps: Steps) -> Any:
@@ -146,8 +134,9 @@ def finish(steps: Steps) -> Any:
 # %% ../nbs/08_exactness.ipynb #5774408b
 def walks(k: int, # width
          ) -> list[tuple[int, ...]]: # rows kept by each block of a walk; the last one keeps all
-    "Walks that reject at each position 1..k-1; none is longer than 2k rows."
-    return [(a, k - a, k) if 2 * a < k else (a, k) for a in range(1, k // 2 + 1)]
+    "Walks that reject at each position 1..k-1; none is longer than max(2k, 12) rows."
+    again = {2: 4, 3: 2}.get(k, 1)
+    return [((a, k - a, k) if 2 * a < k else (a, k)) * again for a in range(1, k // 2 + 1)]
 
 # %% ../nbs/08_exactness.ipynb #a23c3683
 @dataclass(frozen=True)
@@ -163,16 +152,9 @@ def differing(rows: mx.array, # [k, V]
     "Compare bytes, not values: -0.0 is not 0.0 here, and NaN equals itself."
     return [int(n) for n in np.array((mx.view(rows, mx.uint8) != mx.view(said, mx.uint8)).sum(axis=-1))]
 
-def by_itself(rows: mx.array) -> mx.array: # [k, V]
-    "The law's normalisation, one row at a time."
-    return mx.concatenate([normalise(rows[i:i + 1]) for i in range(rows.shape[0])])
-
 def difference(rows: mx.array, said: mx.array) -> Difference | None:
-    "The first row that differs, in its logits or in what the law makes of them together."
-    for a, b in ((rows, said), (normalise(rows), by_itself(rows))):
-        for i, d in enumerate(differing(a, b)):
-            if d: return Difference(i, d, a.shape[-1] * a.itemsize)
-    return None
+    "The first row that differs."
+    return next((Difference(i, d, said.shape[-1] * said.itemsize) for i, d in enumerate(differing(rows, said)) if d), None)
 
 # %% ../nbs/08_exactness.ipynb #1f5d66dd
 @dataclass(frozen=True)
@@ -182,11 +164,16 @@ class Block:
     first: Difference | None
     flips: int # rows whose largest logit is another one
 
-def walk(stage: Stage, draw: int, keeps: tuple[int, ...], ways: OneWay) -> Generator[None, None, list[Block]]:
-    "Run a walk, comparing every row of every block."
+def law_differs(rows: mx.array, # [k, V]
+               ) -> Difference | None:
+    "Whether the law's normalisation depends on how many rows it is given."
+    return difference(normalise(rows), mx.concatenate([normalise(rows[i:i + 1]) for i in range(rows.shape[0])]))
+
+def walk(stage: Stage, keeps: tuple[int, ...], ways: OneWay) -> Generator[None, None, list[Block]]:
+    "Run a walk, comparing every row of every block, up to the first that differs."
     at, k, blocks = 0, keeps[-1], []
     for keep in keeps:
-        ids, said = mx.array([stage.ids[draw][at:at + k]]), stage.said[draw][at:at + k]
+        ids, said = mx.array([stage.ids[at:at + k]]), stage.said[at:at + k]
         with using(stage.target, ways), stage.target.transaction(stage.cache, k) as txn:
             t0 = time.perf_counter()
             rows = txn.forward(ids).logits[0]
@@ -194,9 +181,10 @@ def walk(stage: Stage, draw: int, keeps: tuple[int, ...], ways: OneWay) -> Gener
             seconds = time.perf_counter() - t0
             txn.commit(keep)
         flips = np.array(mx.argmax(rows, -1)) != np.array(mx.argmax(said, -1))
-        blocks.append(Block(seconds, difference(rows, said), int(flips.sum())))
+        blocks.append(Block(seconds, difference(rows, said) or (None if at else law_differs(rows)), int(flips.sum())))
         at += keep
         yield
+        if blocks[-1].first: break
     stage.reset()
     return blocks
 
@@ -216,13 +204,10 @@ class Trial:
 def try_width(stage: Stage, k: int, ways: OneWay) -> Generator[None, None, Trial]:
     "Walk a width in one way."
     blocks: list[Block] = []
-    ws = walks(k)
-    for i in range(max(len(ws), DRAWS)):
-        blocks += yield from walk(stage, i % DRAWS, ws[i % len(ws)], ways)
-        if any(b.first for b in blocks): break
-    first = next((b.first for b in blocks if b.first), None)
+    for keeps in walks(k):
+        if not (blocks and blocks[-1].first): blocks += yield from walk(stage, keeps, ways)
     cost = statistics.median(b.seconds for b in blocks) / stage.step_s
-    return Trial(stage.context, k, ways.name, first, cost, k * len(blocks), sum(b.flips for b in blocks), stage.gap)
+    return Trial(stage.context, k, ways.name, blocks[-1].first, cost, k * len(blocks), sum(b.flips for b in blocks), stage.gap)
 
 # %% ../nbs/08_exactness.ipynb #3b712364
 SHORT, LONG, EDGE = 16, 1056, 8 # tokens; rows before the edge of a window
@@ -262,17 +247,21 @@ def answers(trials: list[Trial]) -> dict[tuple[int, int], str]: # (index of the 
     return out
 
 # %% ../nbs/08_exactness.ipynb #cba02052
-def open_trials(trials: list[Trial], contexts: list[int], k: int, # width
-                strategies: tuple[str, ...], # in order
-                every: bool = False, # also those that a cheaper exact one makes unnecessary
-               ) -> list[tuple[int, str]]: # (context, strategy)
-    "What has to be tried next for a width; empty when it is decided."
+def next_trial(trials: list[Trial], contexts: list[int], # ascending
+               k: int, # width
+               strategies: tuple[str, ...], # in order
+               every: bool = False, # also those that decide nothing
+              ) -> tuple[int, str] | None: # (context, strategy); None: the width is decided
+    "What has to be tried next for a width."
     done = {(t.context, t.strategy): t for t in trials if t.width == k}
-    for s in strategies:
-        left = [(c, s) for c in contexts if (c, s) not in done]
-        if left: return left
-        if not every and all(done[c, s].first is None for c in contexts): return []
-    return []
+    if every: return next(((c, s) for c in contexts for s in strategies if (c, s) not in done), None)
+    for n in range(len(contexts), 0, -1):
+        for s in strategies:
+            for c in reversed(contexts[:n]):
+                if (c, s) not in done: return c, s
+                if done[c, s].first: break
+            else: return None # exact at all of these
+    return None
 
 # %% ../nbs/08_exactness.ipynb #ed65c85b
 LIMIT_S = 30.0 # seconds
@@ -282,16 +271,14 @@ def try_all(target: Target, trials: list[Trial], # grows
             k: int, # widest block
             strategies: tuple[str, ...], rows: int, # rows of every forward, when padded; else 1
             limit_s: float, every: bool = False) -> Steps:
-    "Try all widths at all contexts."
-    start = time.perf_counter()
-    for n in range(1, len(contexts) + 1):
-        stages: dict[int, Stage] = {}
-        for w in range(2, k + 1):
-            while left := open_trials(trials, contexts[:n], w, strategies, every):
-                for c, s in left:
-                    if c not in stages: stages[c] = yield from set_stage(target, c, k, OneWay(strategies[0], rows))
-                    trials.append((yield from try_width(stages[c], w, OneWay(s, rows))))
-            if time.perf_counter() - start > limit_s: break
+    "Decide all widths."
+    start, stages = time.perf_counter(), {}
+    for w in range(2, k + 1):
+        while todo := next_trial(trials, contexts, w, strategies, every):
+            c, s = todo
+            if c not in stages: stages[c] = yield from set_stage(target, c, k, OneWay(strategies[0], rows))
+            trials.append((yield from try_width(stages[c], w, OneWay(s, rows))))
+        if time.perf_counter() - start > limit_s: break
 
 # %% ../nbs/08_exactness.ipynb #0f94c11f
 ALSO = dict(row_attention=' Row-wise attention did not make it exact either.',
