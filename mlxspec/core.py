@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 # %% auto #0
 __all__ = ['MlxspecError', 'ConfigError', 'ModelError', 'PairError', 'BackendError', 'PortBusy', 'RequestError', 'EngineError',
            'NumericalError', 'Cancelled', 'round_half_away', 'Params', 'Proposal', 'Forward', 'Rows', 'Accepted',
-           'StepResult', 'Emitted', 'Chunk', 'RequestStats', 'SequenceView', 'DraftState', 'Drafter']
+           'StepResult', 'Emitted', 'Chunk', 'Choices', 'RequestStats', 'SequenceView', 'DraftState', 'Drafter']
 
 # %% ../nbs/00_core.ipynb #29892cdb
 class MlxspecError(Exception):
@@ -150,7 +150,7 @@ class StepResult:
     k: int = 1                        # verify rows per sequence
     drafted: int = 0                  # drafts verified
     accepted: int = 0                 # drafts kept
-    arm: str = 'plain'                # 'plain' or the drafter's kind
+    arm: str = 'plain'                # 'plain' or the drafter's kind; it may have had nothing to say
     width: int = 1                    # sequences in the step
     phases: dict[str, float] = field(default_factory=dict) # seconds in draft, verify, commit, rollback
 
@@ -174,6 +174,15 @@ class Chunk:
 
 # %% ../nbs/00_core.ipynb #8d4fc29f
 @dataclass
+class Choices:
+    "What the gate decided while a request ran."
+    switches: list[dict] = field(default_factory=list) # changes of arm: at (token of the output), from, to, reason, tok/s of both
+    looks: int = 0                    # times it ran something else for a few steps, to learn
+    tps: float | None = None          # tokens per second it expects of what ran last
+    rival_tps: float | None = None    # and of the best alternative
+    regret: float = 0.0               # tokens that steps of lower expectation than their rival cost, estimated
+
+@dataclass
 class RequestStats:
     "Running account of one request."
     prompt_tokens: int = 0
@@ -183,6 +192,8 @@ class RequestStats:
     per_step_accepted: list[int] = field(default_factory=list)
     reasons: Counter = field(default_factory=Counter)          # why a step had no drafts -> steps
     sources: dict[str, list[int]] = field(default_factory=dict) # drafter kind -> [drafted, accepted]
+    arms: Counter = field(default_factory=Counter)             # 'plain' or drafter kind -> steps it ran
+    choice: Choices = field(default_factory=Choices)           # what the gate did meanwhile
     phases: Counter = field(default_factory=Counter)           # seconds per phase
     seed: int | None = None           # the seed in use, drawn or given
     level: str | None = None          # exactness level; None: not measured on this machine
@@ -195,6 +206,7 @@ class RequestStats:
         "Add one step."
         self.decode_s += r.wall_s
         self.phases.update(r.phases)
+        self.arms['plain' if r.kind == 'plain' else r.arm] += 1
         if r.kind == 'plain':
             self.plain_steps += 1
             if reason: self.reasons[reason] += 1
