@@ -16,6 +16,7 @@ import time
 from collections.abc import Generator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from .evidence import VERDICTS, Estimate
 
@@ -23,9 +24,9 @@ try: import fcntl
 except ImportError: fcntl = None # Windows: no lock; the rename is atomic there too
 
 # %% auto #0
-__all__ = ['PIECES', 'PIECE', 'HINT_VERSION', 'MAX_BYTES', 'EXPIRES_S', 'log', 'HintKey', 'canonical', 'hint_dir', 'fingerprint',
-           'Hint', 'encode', 'decode', 'write_atomically', 'locked', 'believable', 'HintFile', 'all_hints',
-           'clear_hints']
+__all__ = ['PIECES', 'PIECE', 'HINT_VERSION', 'MAX_BYTES', 'EXPIRES_S', 'NOT_OURS', 'log', 'HintKey', 'canonical', 'hint_dir',
+           'fingerprint', 'Hint', 'seal', 'encode', 'unseal', 'decode', 'write_atomically', 'locked', 'KeyedFile',
+           'HintFile', 'MemoFile', 'all_hints', 'clear_hints']
 
 # %% ../nbs/23_hints.ipynb #9d5fc415
 @dataclass(frozen=True)
@@ -52,9 +53,10 @@ def canonical(value: object) -> bytes: # no spaces, sorted keys: equal values gi
 
 # %% ../nbs/23_hints.ipynb #a6e228af
 def hint_dir(cache_dir: Path | None = None, # MLXSPEC_CACHE_DIR, as config parsed it
+             kind: str = 'mtp-policy', # or 'exactness'
             ) -> Path:
-    "Where hint files are."
-    return (cache_dir or Path.home() / '.cache' / 'mlxspec') / 'mtp-policy'
+    "Where the files of one kind of measurement are."
+    return (cache_dir or Path.home() / '.cache' / 'mlxspec') / kind
 
 # %% ../nbs/23_hints.ipynb #e56d637d
 PIECES, PIECE = 16, 4096 # pieces of a weight file that are looked at, bytes of each
@@ -82,7 +84,7 @@ def _pieces(path: Path) -> list[bytes]: # size, header, pieces of the data
 
 # %% ../nbs/23_hints.ipynb #d3e36aaa
 HINT_VERSION = 1     # of the file format and of the meaning of a stored verdict
-MAX_BYTES = 65536    # no hint is longer
+MAX_BYTES = 1 << 18  # no file is longer
 EXPIRES_S = 30 * 86400 # a decline, and a default that nobody measured, are asked again after this
 
 @dataclass(frozen=True)
@@ -101,29 +103,45 @@ class Hint:
         if self.verdict == 'enable' and self.settled_by == 'measured': return False
         return abs(now - self.written_at) > EXPIRES_S # abs: a clock that was wrong makes no latch
 
-def encode(hint: Hint, key: HintKey) -> bytes:
-    "The file's content."
-    body = {**asdict(hint), 'estimate': hint.estimate._asdict(),
-            'key': asdict(key), 'version': HINT_VERSION}
+def seal(body: dict, # JSON values
+         key: HintKey, version: int) -> bytes:
+    "A body with its key, version and checksum, as one line of JSON."
+    body = {**body, 'key': asdict(key), 'version': version}
     return canonical({**body, 'sum': hashlib.sha256(canonical(body)).hexdigest()})
 
-# %% ../nbs/23_hints.ipynb #71497177
-def decode(data: bytes, # content of a file, whatever it is
-           key: HintKey) -> Hint:
-    "The hint in a file; ValueError says why there is none."
-    if len(data) > MAX_BYTES: raise ValueError('longer than any hint')
-    try: return _parse(json.loads(data), key)
-    except json.JSONDecodeError: raise ValueError('not JSON') from None
-    except (TypeError, KeyError, AttributeError, RecursionError):
-        raise ValueError('not a hint') from None
+def encode(hint: Hint, key: HintKey) -> bytes:
+    "The file's content."
+    return seal({**asdict(hint), 'estimate': hint.estimate._asdict()}, key, HINT_VERSION)
 
-def _parse(body: dict, key: HintKey) -> Hint:
-    version = body.get('version')
-    if version != HINT_VERSION: raise ValueError(f'version {version!r}, not {HINT_VERSION}')
+# %% ../nbs/23_hints.ipynb #6b5811a7
+NOT_OURS = TypeError, KeyError, AttributeError, RecursionError # what strange JSON does to code that expects its own
+
+def unseal(data: bytes, # content of a file, whatever it is
+           key: HintKey, version: int) -> dict:
+    "The body in a file; ValueError says why there is none."
+    if len(data) > MAX_BYTES: raise ValueError('longer than any hint')
+    try: body = json.loads(data)
+    except json.JSONDecodeError: raise ValueError('not JSON') from None
+    except RecursionError: raise ValueError('not a hint') from None
+    try: return _checked(body, key, version)
+    except NOT_OURS: raise ValueError('not a hint') from None
+
+def _checked(body: dict, key: HintKey, version: int) -> dict:
+    found = body.get('version')
+    if found != version: raise ValueError(f'version {found!r}, not {version}')
     claimed = body.pop('sum', None)
     if claimed != hashlib.sha256(canonical(body)).hexdigest(): raise ValueError('checksum differs')
     if body.pop('key') != asdict(key): raise ValueError('another pairing, machine or version')
     del body['version']
+    return body
+
+def decode(data: bytes, key: HintKey) -> Hint:
+    "The hint in a file; ValueError says why there is none."
+    body = unseal(data, key, HINT_VERSION)
+    try: return _parse(body)
+    except NOT_OURS: raise ValueError('not a hint') from None
+
+def _parse(body: dict) -> Hint:
     e = body.pop('estimate')
     e['kept'] = tuple(e['kept'])
     hint = Hint(**body, estimate=Estimate(**e))
@@ -166,43 +184,46 @@ def _lock(fd: int) -> bool:
         except OSError: return False # a file system without locks
     return False
 
-# %% ../nbs/23_hints.ipynb #432244ff
+# %% ../nbs/23_hints.ipynb #4f37acb4
 log = logging.getLogger('mlxspec')
 
-def believable(path: Path, key: HintKey) -> bool:
-    "Does the file hold a hint for the key? Raises OSError."
-    try: decode(path.read_bytes(), key)
-    except ValueError: return False
-    return True
+class KeyedFile:
+    "One measurement on disk, under the key of everything it depends on."
+    version, what, many = 1, 'measurement', 'Measurements' # of the format; words for the log
 
-class HintFile:
-    "The persisted hint of one pairing."
+    def pack(self, value: Any) -> bytes: return seal(value, self.key, self.version)
+    def unpack(self, data: bytes) -> Any: return unseal(data, self.key, self.version)
+
     def __init__(self, directory: Path, # created on the first save
                  key: HintKey):
         self.path, self.key, self.warned = directory / f'{key.name}.json', key, False
 
-    def load(self) -> Hint | None:
-        "The hint, if there is one to believe; a damaged file is put aside."
+    def load(self) -> Any: # what was saved, or None
+        "What the file holds, if it is to be believed; a damaged file is put aside."
         try:
             if any(self.path.parent.glob('.*.tmp')): self._sweep()
-            return decode(self.path.read_bytes(), self.key)
+            return self.unpack(self.path.read_bytes())
         except FileNotFoundError: return None
         except ValueError as e: self._put_aside(e)
         except OSError as e: self._memory_only(e)
         return None
 
-    def save(self, hint: Hint) -> None:
-        "Write the hint; on failure it lives in memory only."
+    def save(self, value: Any) -> None:
+        "Write the file; on failure the value lives in memory only."
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with locked(self.path.parent): write_atomically(self.path, encode(hint, self.key))
+            with locked(self.path.parent): write_atomically(self.path, self.pack(value))
         except OSError as e: self._memory_only(e)
 
+    def _believable(self) -> bool:
+        try: self.unpack(self.path.read_bytes())
+        except ValueError: return False
+        return True
+
     def _put_aside(self, why: ValueError) -> None: # under the lock: it may be a new one by now
-        log.warning(f'The MTP hint {self.path.name} is ignored ({why}) and measured again.')
+        log.warning(f'The {self.what} {self.path.name} is ignored ({why}) and measured again.')
         with contextlib.suppress(OSError), locked(self.path.parent) as ours:
-            if ours and not believable(self.path, self.key):
-                os.replace(self.path, self.path.with_suffix('.bad'))
+            if ours and not self._believable(): os.replace(self.path, self.path.with_suffix('.bad'))
 
     def _sweep(self) -> None: # under the lock every temporary file is a leftover
         with contextlib.suppress(OSError), locked(self.path.parent) as ours:
@@ -211,7 +232,17 @@ class HintFile:
     def _memory_only(self, why: OSError) -> None:
         if self.warned: return
         self.warned = True
-        log.warning(f'MTP verdicts are kept in memory only: {self.path.parent}: {why.strerror}.')
+        log.warning(f'{self.many} are kept in memory only: {self.path.parent}: {why.strerror}.')
+
+class HintFile(KeyedFile):
+    "The persisted hint of one pairing."
+    what, many = 'MTP hint', 'MTP verdicts'
+    def pack(self, value: Hint) -> bytes: return encode(value, self.key)
+    def unpack(self, data: bytes) -> Hint: return decode(data, self.key)
+
+class MemoFile(KeyedFile):
+    "The trials of the exactness probe for one target."
+    what, many = 'exactness memo', 'Exactness verdicts'
 
 # %% ../nbs/23_hints.ipynb #92b193d0
 def all_hints(directory: Path) -> list[tuple[HintKey, Hint]]: # in order of writing
