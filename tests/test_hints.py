@@ -147,10 +147,10 @@ def test_two_processes(tmp_path):
     assert [p.wait() for p in ps] == [0, 0] and seen
     assert not list(tmp_path.glob('*.bad')) and not list(tmp_path.glob('.*.tmp'))
 
-def kill_writers(directory, times):
+def kill_writers(directory, times, caplog):
     f, rng = HintFile(directory, KEY), random.Random(times)
     f.save(HINT)
-    logging.getLogger('mlxspec').setLevel(logging.ERROR)
+    caplog.set_level(logging.ERROR, 'mlxspec') # for this test only
     leftovers = 0
     for _ in range(times):
         p = writer(directory)
@@ -164,12 +164,12 @@ def kill_writers(directory, times):
     return leftovers
 
 @pytest.mark.skipif(os.name == 'nt', reason='no SIGKILL')
-def test_killed_while_writing(tmp_path): kill_writers(tmp_path, 10)
+def test_killed_while_writing(tmp_path, caplog): kill_writers(tmp_path, 10, caplog)
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == 'nt', reason='no SIGKILL')
-def test_killed_while_writing_a_hundred_times(tmp_path):
-    assert kill_writers(tmp_path, 100) > 0  # at least one died half-way
+def test_killed_while_writing_a_hundred_times(tmp_path, caplog):
+    assert kill_writers(tmp_path, 100, caplog) > 0  # at least one died half-way
 
 def test_for_people(tmp_path):
     for k in (8, 4): HintFile(tmp_path, replace(KEY, block_size=k)).save(replace(HINT, written_at=k))
