@@ -8,19 +8,19 @@ Docs: https://mlxspec.github.io/mlxspec/gate.html.md"""
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from .core import StepResult
 
 # %% auto #0
 __all__ = ['log', 'ENTRY_PIN', 'spec_dispatch_eligible', 'entry_pin_tokens', 'entry_pin_forces_verify', 'GateStep', 'Step',
-           'Gate', 'GateDecision', 'Switch', 'Window', 'ModeStats', 'margin', 'width_bucket', 'depth_changed',
-           'GateMode', 'WindowState', 'arbitrate', 'close_window', 'record_step', 'go_stale', 'enter_width',
-           'WindowGate']
+           'GateDecision', 'Switch', 'Gate', 'gate_snapshot', 'Window', 'ModeStats', 'margin', 'width_bucket',
+           'depth_changed', 'GateMode', 'WindowState', 'arbitrate', 'close_window', 'record_step', 'go_stale',
+           'enter_width', 'WindowGate']
 
 # %% ../nbs/24_gate.ipynb #eb4fefa1
 log = logging.getLogger(__name__)
@@ -71,11 +71,7 @@ class Step:
     reason: str = 'best'              # why this one
     tps: float | None = None          # expected tokens per second of this choice; None: not measured
     rival_tps: float | None = None    # the same of the best alternative
-
-class Gate(Protocol):
-    "Chooses the next step from what earlier steps delivered. One owner thread; never blocks."
-    def next_step(self, width: int, ks: Mapping[str, Sequence[int]], context: int) -> Step: ...
-    def record(self, r: StepResult) -> None: ...
+    look: bool = False                # run to learn something, not because it is thought to be best
 
 # %% ../nbs/24_gate.ipynb #d338cee8
 class GateDecision(StrEnum):
@@ -95,10 +91,34 @@ class Switch:
     margin: float                     # tokens per second by which the new one had to be better
     context: int                      # context length, tokens
 
+    @property
+    def of_arm(self) -> bool: # False: another K of the same arm
+        return self.frm.split()[0] != self.to.split()[0]
     def __str__(self):
         a, b = ('?' if t is None else f'{t:.1f}' for t in (self.frm_tps, self.to_tps))
         return (f'{self.frm} -> {self.to}: {self.reason} '
                 f'({a} -> {b} tok/s, margin {self.margin:.1f}, context {self.context})')
+
+# %% ../nbs/24_gate.ipynb #b7ec7a8d
+class Gate(Protocol):
+    "Chooses the next step from what earlier steps delivered. One owner thread; never blocks."
+    timeline: deque[Switch]           # the last switches
+    def next_step(self, width: int, ks: Mapping[str, Sequence[int]], context: int) -> Step: ...
+    def record(self, r: StepResult) -> None: ... # its arm is the one that was asked for, also when it was silent
+    def snapshot(self) -> dict[str, Any]: ...    # plain data
+
+def gate_snapshot(gate: str,          # name of the gate
+                  step: Step | None,  # what runs
+                  steps: Counter[str], # recorded steps by arm
+                  looks: int,         # times something else was run to learn
+                  lost: float,        # share of the tokens that looks cost, estimated
+                  switches: int,      # so far
+                  timeline: Sequence[Switch]) -> dict[str, Any]:
+    "Plain data for /health, the same for every gate; the last eight switches in words."
+    now = dict(arm=step and step.arm, k=step and step.k, reason=step and step.reason,
+               tps=step and step.tps, rival_tps=step and step.rival_tps)
+    return dict(gate=gate, **now, steps=dict(steps), looks=looks, look_cost=lost,
+                switches=switches, last_switches=[str(t) for t in list(timeline)[-8:]])
 
 # %% ../nbs/24_gate.ipynb #334ea69e
 @dataclass
@@ -184,6 +204,11 @@ class WindowState:
     loss_other_windows: int = 0               # windows of the winner at the last counted loss
     tokens_since_event: int = 0
     tokens: int = 0                           # recorded in all, for the timeline
+    steps: Counter[str] = field(default_factory=Counter) # recorded by arm
+    looks: int = 0                            # probes
+    lost: float = 0.0                         # tokens that probes cost, estimated
+    switches: int = 0
+    step: Step | None = None                  # the last answer
     observed_depth: int = 0
     measured_at_depth: int = 0
     width_regime: int = 0                     # bucket of the running width; 0: none yet
@@ -215,6 +240,7 @@ def _flip(s: WindowState, need: float) -> None:
     s.measured_at_depth = s.observed_depth
     s.decision = GateDecision.KeepMtp if s.mode is GateMode.Mtp else GateDecision.DisableMtp
     s.timeline.append(sw)
+    s.switches += 1
     log.info('gate %s', sw)
 
 def arbitrate(s: WindowState) -> None:
@@ -240,7 +266,7 @@ def close_window(s: WindowState) -> None:
         if s.probe_windows_left > 0: return
         s.probing, s.tokens_since_event = False, 0
         arbitrate(s)
-    elif s.probe_due: s.probing, s.probe_windows_left = True, 1
+    elif s.probe_due: s.probing, s.probe_windows_left, s.looks = True, 1, s.looks + 1
     else: arbitrate(s)
 
 def record_step(s: WindowState, wall_s: float, tokens: int) -> None:
@@ -249,6 +275,7 @@ def record_step(s: WindowState, wall_s: float, tokens: int) -> None:
     s.window.add(wall_s, tokens)
     s.tokens += tokens
     if not s.probing: s.tokens_since_event += tokens
+    elif tps := s.stats[s.mode].tps: s.lost += max(0.0, tps * wall_s - tokens)
     if s.window.steps >= s.WINDOW_STEPS: close_window(s)
     elif not s.probing and s.probe_due and not s.stats[s.mode].stale:
         if s.window.steps < s.MIN_PARTIAL: s.window = Window()
@@ -294,21 +321,25 @@ class WindowGate(WindowState):
                   context: int | None = None) -> Step:
         "What to run: the first arm of `ks`. `context` does note_depth and maybe_remeasure."
         if context is not None: self.note_depth(context); self.maybe_remeasure(context)
-        rival = self.mode if self.probing else self.other
-        run, oth = self.stats[self.running].tps, self.stats[rival].tps
-        why = 'probe' if self.probing else 'mode'
-        if self.running is GateMode.Serial:
-            return Step(GateStep.MeasureDecode, 1, 'plain', why, run, oth)
+        run, rival = self.running, self.mode if self.probing else self.other
         arm, rows = next(iter((ks or {'mtp': (2,)}).items()))
-        return Step(GateStep.MeasureVerify, max(rows), arm, why, run, oth)
+        what = GateStep.MeasureVerify, max(rows), arm
+        if run is GateMode.Serial: what = GateStep.MeasureDecode, 1, 'plain'
+        self.step = Step(*what, 'probe' if self.probing else 'mode', self.stats[run].tps,
+                         self.stats[rival].tps, self.probing)
+        return self.step
     def record(self, r: StepResult) -> None:
-        "One gated step. A verify step without drafts counts for the Mtp mode, which asked for it."
-        run = self.running
-        if run is GateMode.Serial and r.kind == 'verify': return
-        first, self.last_ran = self.last_ran not in (None, run), run
+        "One step of the loop; only those of the running mode count."
+        ran = GateMode.Serial if r.kind == r.arm == 'plain' else GateMode.Mtp
+        first, self.last_ran = self.last_ran not in (None, ran), ran
+        if ran is not self.running: return
+        self.steps[r.arm] += 1
         if first: self.note_width(r.width)
-        elif run is GateMode.Mtp: self.record_verify(r.wall_s, r.emitted, r.width)
+        elif ran is GateMode.Mtp: self.record_verify(r.wall_s, r.emitted, r.width)
         else: self.record_decode(r.wall_s, r.width)
+    def snapshot(self) -> dict[str, Any]:
+        return gate_snapshot('window', self.step, self.steps, self.looks,
+                             self.lost / max(self.tokens, 1), self.switches, self.timeline)
     def take_fresh_decision(self) -> GateDecision | None:
         d, self.decision = self.decision, None
         return d

@@ -196,6 +196,7 @@ def test_protocol_records_what_the_contract_would(d):
     assert n == 512 and p.mtp_tps == pytest.approx(40)
     p.record(StepResult('plain', 9., 1))                # fills the pipeline: not counted
     p.record(StepResult('verify', 9., 5, k=3))          # pinned: not counted
+    p.record(StepResult('plain', 9., 1))                # the first after it neither
     for _ in range(16): p.record(StepResult('plain', .04, 1))
     assert p.serial_tps == pytest.approx(25) and p.next_step(1, {'head': (2,)}, 0).kind is V
 
