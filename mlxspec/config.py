@@ -17,13 +17,15 @@ from typing import Any
 from .core import ConfigError, Params
 
 # %% auto #0
-__all__ = ['log', 'ALL', 'TRUE', 'FALSE', 'WORDS', 'PARSE', 'TABLE', 'SAMPLING', 'option', 'Row', 'table_of', 'parse_bool',
-           'either', 'accepted', 'check', 'typed', 'within', 'Settings', 'near_miss', 'row', 'override', 'raw_env',
-           'from_env', 'read_file', 'user_file', 'config_files', 'load_settings', 'settings_table', 'options_markdown']
+__all__ = ['log', 'ALL', 'PROBE', 'TRUE', 'FALSE', 'WORDS', 'PARSE', 'TABLE', 'SAMPLING', 'option', 'Row', 'table_of',
+           'parse_bool', 'either', 'accepted', 'check', 'typed', 'within', 'Settings', 'near_miss', 'row', 'override',
+           'raw_env', 'from_env', 'read_file', 'user_file', 'config_files', 'load_settings', 'settings_table',
+           'options_markdown']
 
 # %% ../nbs/01_config.ipynb #be1657b8
 log = logging.getLogger('mlxspec')
-ALL = ('serve', 'generate', 'demo') # the commands that take options
+ALL = ('serve', 'generate', 'demo') # the commands that answer
+PROBE = (*ALL, 'probe') # and the one that only looks at the machine
 
 def option(default: Any,          # value when nobody says anything; None: decided when the model is loaded
            help: str,             # half a sentence for --help and the docs
@@ -119,9 +121,9 @@ def within(v: Any, lo: float | None, hi: float | None) -> bool: # False for NaN
 @dataclass(frozen=True)
 class Settings:
     "Every option with its value, and where each came from."
-    model: str | None = option(None, 'target: a directory or a Hugging Face repository (without it, the demo pair)')
-    drafter: str | None = option(None, 'drafters in order of preference, comma-separated: lookup, head, a directory; or none')
-    draft_block_size: int | None = option(None, 'K, most verify rows of a round: 1 pending token and K - 1 drafts', lo=1, hi=16)
+    model: str | None = option(None, 'target: a directory or a Hugging Face repository (without it, the demo pair)', PROBE)
+    drafter: str | None = option(None, 'drafters in order of preference, comma-separated: lookup, head, a directory; or none', PROBE)
+    draft_block_size: int | None = option(None, 'K, most verify rows of a round: 1 pending token and K - 1 drafts', PROBE, lo=1, hi=16)
     no_spec: bool = option(False, 'never configure speculation', ('serve', 'generate'))
     speculation: str = option('auto', 'when the pair cannot speculate: serve plain or refuse to start', ('serve', 'generate'),
                               choices=('auto', 'required'))
@@ -148,8 +150,11 @@ class Settings:
     spec_think: bool = option(True, 'speculate inside thoughts', ('serve', 'generate'))
     dflash_spec_think: bool = option(False, 'speculate inside thoughts, unless the flag says otherwise', ())
     resume_guard: int = option(0, 'tokens after the start or a thought before speculation', ('serve',), lo=0)
-    cache_dir: Path | None = option(None, 'where measurements are kept (~/.cache/mlxspec)')
-    compile: bool | None = option(None, 'compile the sampling law; without it, everywhere but on Linux CPUs')
+    exactness: str = option('auto', 'run only blocks that equal plain decoding; where none does, pad every step alike; or do not probe',
+                            PROBE, choices=('auto', 'consistent', 'off'))
+    mtp_allow_inexact: bool = option(False, 'speculate although it may change the text')
+    cache_dir: Path | None = option(None, 'where measurements are kept (~/.cache/mlxspec)', PROBE)
+    compile: bool | None = option(None, 'compile the sampling law; without it, everywhere but on Linux CPUs', PROBE)
     blas: str = option('auto', 'BLAS loaded before MLX on Linux CPUs: auto, off or the path of a library', ())
     log_level: str = option('warning', 'least severity that is logged', ('serve',),
                             choices=('debug', 'info', 'warning', 'error'))

@@ -197,6 +197,7 @@ class RequestStats:
     phases: Counter = field(default_factory=Counter)           # seconds per phase
     seed: int | None = None           # the seed in use, drawn or given
     level: str | None = None          # exactness level; None: not measured on this machine
+    warning: str | None = None        # why the text may not be what plain decoding would have said
     prefill_s: float = 0.0
     decode_s: float = 0.0
 

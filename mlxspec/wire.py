@@ -326,7 +326,7 @@ def account(stats: RequestStats) -> dict: # keys of the response's root
     "All that a response says about its making: `metrics`, and llama.cpp's `timings`."
     by = {k: {'drafted': d, 'accepted': a} for k, (d, a) in stats.sources.items()}
     ours = {'plain_steps': stats.plain_steps, 'no_draft_reasons': dict(stats.reasons),
-            'seed': stats.seed, 'level': stats.level, 'drafters': by}
+            'seed': stats.seed, 'level': stats.level, 'warning': stats.warning, 'drafters': by}
     rate = stats.completion_tokens / stats.decode_s if stats.decode_s else 0.0
     timings = {'prompt_n': stats.prompt_tokens, 'prompt_ms': round(1e3 * stats.prefill_s, 3),
                'predicted_n': stats.completion_tokens,
