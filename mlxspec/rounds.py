@@ -23,8 +23,8 @@ from .sequence import Delta, Sequence
 from .target import Target
 
 # %% auto #0
-__all__ = ['CLEAR_EVERY', 'Flight', 'Running', 'open_running', 'observe', 'prefill_step', 'detail_of', 'emitted', 'to_host',
-           'launch', 'plain_step', 'chunk_of', 'verify_step', 'settle', 'arms', 'step']
+__all__ = ['CLEAR_EVERY', 'Flight', 'Running', 'open_running', 'promise', 'observe', 'prefill_step', 'detail_of', 'emitted',
+           'to_host', 'launch', 'plain_step', 'chunk_of', 'verify_step', 'settle', 'arms', 'step']
 
 # %% ../nbs/22_rounds.ipynb #ba134ebf
 @dataclass
@@ -66,8 +66,14 @@ def open_running(target: Target, seq: Sequence, drafters: Seq = (),
     law = law or Law(seq.params, target.vocab_size, seq.prompt_len, seq.eos, mask)
     run = Running(seq, law, target.make_cache(), past=law.past(seq.tokens[:seq.prompt_len], seq.output))
     run.guests = [Guest(d, seq) for d in drafters]
+    seq.stats.level, seq.stats.warning = promise(target, run)
     if run.hidden: target.tap()
     return run
+
+def promise(target: Target, run: Running) -> tuple[str | None, str | None]: # level, warning
+    "What a request may expect of its text: the level of its blocks, unless it asked for a law that keeps less."
+    if run.guests and run.law.rejects: return 'none', 'accept_law=rejection keeps the distribution of the text, not the text.'
+    return target.ways.promise(bool(run.guests))
 
 def observe(run: Running, tokens: list[int], # each the one after an input row that stayed
             hidden: mx.array | None, # [n, H] of those rows
@@ -117,7 +123,7 @@ def to_host(detail: dict[str, mx.array]) -> dict[str, Any]: # nested lists
 def launch(target: Target, run: Running, token: mx.array) -> Flight: # token: [1], may be lazy
     "Queue a plain step on `token`; its own choice is the flight's."
     position = run.cached + 1 # the row goes to index `cached`, its choice to the one after it
-    f = target.forward(token[None], run.cache, run.hidden)
+    f = target.step(token[None], run.cache, run.hidden)
     rows = run.law.rows(f.logits[0], position, run.past, mask=run.law.masks(run.seq.output))
     detail = detail_of(rows, rows.choice, run.seq.params)
     mx.async_eval(rows.choice, *detail.values())
@@ -162,11 +168,16 @@ def verify_step(target: Target, run: Running,
         t1 = time.perf_counter()
         guesses, says = _ints(drafts), _ints(tokens)
         kept = accept(says, guesses) if keep is None else walk(_ints(keep), says)
-        deltas = _commit_all(seq, guesses[:kept.n], proposal.sources, kept.next_token, to_host(detail))
+        lost = kept.next_token < 0
+        deltas = [] if lost else _commit_all(seq, guesses[:kept.n], proposal.sources, kept.next_token, to_host(detail))
         t2 = time.perf_counter()
-        txn.commit(keep=len(deltas))
+        if not lost: txn.commit(keep=len(deltas))
     if min(_ints(rows.choice)) < 0:
         for entry in run.cache: zero_tail(entry)
+    if lost:
+        seq.stats.reasons['not_finite'] += 1
+        result, chunk = plain_step(target, run, ahead=False)
+        return replace(result, wall_s=time.perf_counter() - t0), chunk
     run.rows, tokens = rows, seq.tokens[-len(deltas):]
     _advance(run, tokens)
     n = min(kept.n, len(deltas))
@@ -194,7 +205,8 @@ def _advance(run: Running, tokens: list[int]) -> None:
 def settle(target: Target, run: Running) -> None:
     "Feed the pending token if the cache does not hold it yet; afterwards the cache holds prompt + delivered."
     if run.flight is None and not run.settled:
-        target.prefill(mx.array([[run.seq.pending]]), run.cache)
+        target.step(mx.array([[run.seq.pending]]), run.cache)
+        mx.eval([c.state for c in run.cache])
         run.settled = True
 
 # %% ../nbs/22_rounds.ipynb #eabf4f44
@@ -218,11 +230,12 @@ def step(target: Target, run: Running,
         result, chunk = plain_step(target, run, ahead=k == 1)
         reason = reason or 'in_flight'
     else:
-        t0, proposal = time.perf_counter(), _propose(run, k, offers)
+        t0, proposal = time.perf_counter(), _fit(target, run, _propose(run, k, offers))
         draft_s = time.perf_counter() - t0
         if len(proposal): result, chunk = verify_step(target, run, proposal)
         else: (result, chunk), reason = plain_step(target, run), proposal.reason
-        result = replace(result, wall_s=result.wall_s + draft_s, phases=result.phases | dict(draft=draft_s))
+        asked = result.arm if len(proposal) else offers[0] # a silent drafter took its time too
+        result = replace(result, wall_s=result.wall_s + draft_s, arm=asked, phases=result.phases | dict(draft=draft_s))
     run.seq.stats.record(result, reason)
     if before // CLEAR_EVERY != len(run.seq.emitted) // CLEAR_EVERY: mx.clear_cache()
     return result, chunk
@@ -234,7 +247,15 @@ def _width(target: Target, run: Running, k: int, why: str | None) -> tuple[int, 
     if run.seq.remaining == 1: return 1, 'budget'
     k = min(k, run.seq.remaining)
     while k > 1 and not target.can_verify(run.cache, k): k -= 1
-    return k, 'cache_not_trimmable' if k == 1 else None
+    if k == 1: return 1, 'cache_not_trimmable'
+    k = target.ways.max_width(run.cached, k)
+    return k, 'exactness_context' if k == 1 else None
+
+def _fit(target: Target, run: Running, p: Proposal) -> Proposal:
+    "A proposal of fewer drafts than asked for is cut to the next exact width."
+    n = target.ways.max_width(run.cached, len(p) + 1) - 1 if len(p) else 0
+    if n == len(p): return p
+    return replace(p, tokens=p.tokens[:n], sources=p.sources[:n], reason='exactness_context')
 
 def _propose(run: Running, k: int, offers: list[str]) -> Proposal:
     "The first proposal of the offered arms that is not empty; else the last reason for an empty one."
