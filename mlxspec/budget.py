@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 from .core import StepResult
-from .estimates import FLAT, Acceptance, Cost, Curve, hazards, tries
-from .gate import GateStep, Step, Switch, width_bucket
+from .estimates import FLAT, Acceptance, Cost, Curve, tries
+from .gate import GateStep, Step, Switch, gate_snapshot, width_bucket
 
 # %% auto #0
 __all__ = ['log', 'Option', 'PLAIN', 'PURSE', 'expected_gain', 'Held', 'Look', 'Bucket', 'surprise', 'explain', 'Value',
@@ -135,10 +135,9 @@ def guess(b: Bucket, arm: str, rows: Sequence[int], k: int) -> float: # seconds
     c, p = near.get((arm, k)), near.get(PLAIN)
     if c and c.n >= 3 and p and p.n >= 3: return c.mean / p.mean * base
     known = [(1, base)] + [(j, c.mean) for j in rows if (c := b.cells.get((arm, j))) and c.n >= 3]
-    (j, x) = max(t for t in known if t[0] < k)
     above = [t for t in known if t[0] > k]
-    if not above: return x * (1 + 0.05 * (k - j))
-    (l, y) = above[0]
+    if not above: return min(x * (1 + 0.05 * (k - j)) for j, x in known)
+    (j, x), (l, y) = max(t for t in known if t[0] < k), above[0]
     return x + (y - x) * (k - j) / (l - j)
 
 def values(b: Bucket, arms: dict[str, Acceptance],
@@ -208,8 +207,11 @@ def worth_a_look(b: Bucket, v: dict[Option, Value], best: Option, # what runs
         if not x.known:
             found.offer((100 + min(age, keep)) * hope, 3 * loss, o, False, 'not measured yet')
             continue
-        drift = age * age / 2 / tau * expected_gain(gap, 0.01 if same else 0.09)
-        found.offer(drift, 4 * loss, o, False, 'its cost may have changed')
+        drift = age / tau * expected_gain(gap, 0.01 if same else 0.09)
+        if x.cell and x.cell.before: # has the last move been undone?
+            back = x.tps * x.cell.mean / x.cell.before / y.tps - 1
+            drift += max(0.0, back) * min(age, 1000) / 2000
+        found.offer(age / 2 * drift, 4 * loss, o, False, 'its cost may have changed')
         if o == PLAIN: found.offer(keep * hope, 3 * loss, o, False, 'too close to call'); continue
         n = 8.0 if gap < 0.0625 else max(2.0, 0.5 / gap) # steps until it is clear again
         found.offer(keep * hope, n * loss, o, True, 'too close to call')
@@ -244,6 +246,7 @@ class BudgetState:
     now: Held | None = None           # the decision that the last step followed
     looks: int = 0
     lost: float = 0.0                 # tokens per sequence that looks cost
+    switches: int = 0                 # of arm or K
     steps: Counter[str] = field(default_factory=Counter) # recorded steps per arm
     timeline: deque[Switch] = field(default_factory=lambda: deque(maxlen=256))
 
@@ -262,11 +265,11 @@ class BudgetState:
         return self.tokens - acc.at, 1 - math.exp((acc.at - self.tokens) / tau)
 
 # %% ../nbs/27_budget.ipynb #68a4ec3a
-def as_step(o: Option, v: dict[Option, Value], width: int, reason: str) -> Step:
+def as_step(o: Option, v: dict[Option, Value], width: int, reason: str, look: bool = False) -> Step:
     "An option as an answer, with both estimates."
     kind = GateStep.MeasureDecode if o == PLAIN else GateStep.MeasureVerify
     rival = max((x.tps for p, x in v.items() if p != o), default=None)
-    return Step(kind, o[1], o[0], reason, v[o].tps * width if v else None, rival and rival * width)
+    return Step(kind, o[1], o[0], reason, v[o].tps * width if v else None, rival and rival * width, look)
 
 def start_look(s: BudgetState, b: Bucket, o: Option, v: dict[Option, Value], width: int,
                rate: float | None, sample: bool, reason: str) -> Step:
@@ -277,7 +280,7 @@ def start_look(s: BudgetState, b: Bucket, o: Option, v: dict[Option, Value], wid
         s.arms[o[0]].at = s.tokens
     c = b.cells.get(o)
     if c and not sample: c.n = min(c.n, 12) # what it shows now counts more than what was long ago
-    b.look = Look(o, as_step(o, v, width, reason), s.LOOK if sample else 3, rate, sample)
+    b.look = Look(o, as_step(o, v, width, reason, True), s.LOOK if sample else 3, rate, sample)
     return b.look.step
 
 def switch(s: BudgetState, v: dict[Option, Value], old: Held, new: Option, width: int) -> None:
@@ -288,6 +291,7 @@ def switch(s: BudgetState, v: dict[Option, Value], old: Held, new: Option, width
     sw = Switch(s.emitted, f'{a[0]} {a[1]}', f'{b[0]} {b[1]}', why(v, old, new),
                 here, there, need * here, s.context)
     s.timeline.append(sw)
+    s.switches += 1
     log.log(logging.INFO if a[0] != b[0] else logging.DEBUG, 'gate %s', sw)
 
 def decide(s: BudgetState, b: Bucket, width: int, ks: Mapping[str, Sequence[int]], key: Any) -> Step:
@@ -325,7 +329,7 @@ def learn(s: BudgetState, b: Bucket, r: StepResult, rows: Sequence[tuple[int, in
         acc = s.arms.setdefault(r.arm, Acceptance())
         acc.offer += 0.05 * ((r.kind == 'verify') - acc.offer)
         if r.kind != 'verify': return None
-        acc.add(tries(r, rows))
+        acc.add(tries(r, rows, acc.hazards))
         acc.at = s.tokens
     c = b.cells.get((r.arm, r.k))
     if c is None: c = b.cells[r.arm, r.k] = Cost()
@@ -349,6 +353,7 @@ def pay(s: BudgetState, b: Bucket, p: Look, r: StepResult, c: Cost | None, first
     if p.sample or not first: p.left -= 1
     if p.left > 0: return
     b.look = None
+    if c and not p.sample and not c.odd: c.before = 0.0
     if p.sample or p.option == PLAIN: b.rest = s.REST
     for h in b.held.values(): h.left = 0
 
@@ -388,10 +393,7 @@ class BudgetGate(BudgetState):
 
     def snapshot(self) -> dict[str, Any]:
         "Plain data for /health."
-        s = self.now.step if self.now else None
-        last = self.timeline[-1] if self.timeline else None
-        return dict(gate='budget', arm=s and s.arm, k=s and s.k, tps=s and s.tps,
-                    rival_tps=s and s.rival_tps, steps=dict(self.steps), looks=self.looks,
-                    look_cost=self.lost / max(self.tokens, 1), switches=len(self.timeline),
-                    last_switch=last and str(last),
-                    acceptance={a: hazards(x.won, x.tried, 7) for a, x in self.arms.items()})
+        now = self.now.step if self.now else None
+        kept = {a: x.hazards(7) for a, x in self.arms.items()}
+        return dict(acceptance=kept) | gate_snapshot(
+            'budget', now, self.steps, self.looks, self.lost / max(self.tokens, 1), self.switches, self.timeline)

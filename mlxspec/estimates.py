@@ -7,7 +7,7 @@ Docs: https://mlxspec.github.io/mlxspec/estimates.html.md"""
 # %% ../nbs/26_estimates.ipynb #010d2bd3
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from .core import StepResult
 
 # %% auto #0
 __all__ = ['PRIOR', 'WEIGHT', 'MAX_ROWS', 'FLAT', 'LONG', 'SHORT', 'DOUBT', 'ADOPT', 'Cost', 'hazards', 'expected_tokens',
-           'constant_hazard', 'tries', 'Acceptance', 'Curve', 'make_curve']
+           'spread', 'tries', 'Acceptance', 'Curve', 'make_curve']
 
 # %% ../nbs/26_estimates.ipynb #bf79122f
 @dataclass(slots=True)
@@ -26,6 +26,7 @@ class Cost:
     dev: float = 0.0                  # average deviation
     at: float = 0.0                   # when it ran last, tokens
     odd: list[float] = field(default_factory=list) # warm-up samples, later surprises in a row
+    before: float = 0.0               # level before the last move, until that is confirmed
 
     def add(self, x: float) -> bool: # seconds -> is it a surprise?
         self.n += 1
@@ -54,7 +55,8 @@ class Cost:
     def factor(self) -> float: # what the surprises say, as a multiple of the mean
         return sorted(self.odd)[len(self.odd) // 2] / self.mean
     def move(self, f: float) -> None: # the level is another one now
-        self.mean, self.dev, self.n, self.odd = self.mean * f, self.dev * f, 3, []
+        self.before, self.mean, self.dev = self.mean, self.mean * f, self.dev * f
+        self.n, self.odd = 3, []
     def var(self) -> float: # squared relative error of the mean
         return (1.25 * self.dev / self.mean) ** 2 * max(1 / self.n, 0.026)
 
@@ -81,33 +83,39 @@ def expected_tokens(h: list[float], # [d] hazards
 
 FLAT = expected_tokens([PRIOR] * (MAX_ROWS - 1)) # of a drafter that nobody knows
 
-# %% ../nbs/26_estimates.ipynb #4cc664bd
-def constant_hazard(mean: float, # drafts kept per sequence
-                    d: int, # drafts per sequence
-                   ) -> float: # h with h + h^2 + ... + h^d = mean
-    "One hazard for all positions; four Newton steps."
-    if mean <= 0 or mean >= d: return 0.0 if mean <= 0 else 1.0
-    h = mean / (1 + mean)
-    for _ in range(4):
-        f, slope, p = 0.0, 0.0, 1.0
-        for i in range(1, d + 1): slope += i * p; p *= h; f += p
-        h = min(1.0, h + (mean - f) / slope)
-    return h
+# %% ../nbs/26_estimates.ipynb #aac637f0
+def spread(total: float, # drafts kept by all sequences
+           n: int, # sequences
+           h: list[float], # [d] hazards as believed
+          ) -> list[tuple[float, float]]: # (tried, won) per position, as far as they count
+    "Guess how far each of n sequences got from how far they got together."
+    e = expected_tokens(h)
+    s = [b - a for a, b in zip(e[:-1], e[1:], strict=True)] # chance that draft j is kept
+    mean = sum(s)
+    var = sum((2 * j + 1) * x for j, x in enumerate(s)) - mean * mean
+    out, tried, rest = [], float(n), mean
+    for j, x in enumerate(s):
+        rest -= x
+        cov = (j + 1) * x + rest - x * mean
+        won = min(max(n * x + cov / var * (total - n * mean), 0.0), tried)
+        sure = cov * cov / (var * x * (1 - x))
+        out.append((sure * tried, sure * won))
+        tried = won
+    return out
 
 def tries(r: StepResult, # a verify step
-          rows: Sequence[tuple[int, int]] = (), # (drafted, accepted) per sequence, when known
+          rows: Sequence[tuple[int, int]], # (drafted, accepted) per sequence; () when not known
+          believed: Callable[[int], list[float]], # hazards of the first so many positions
          ) -> list[tuple[float, float]]: # (tried, won) per position
     "How often each draft position was reached and kept."
     d = min((r.drafted or (r.k - 1) * r.width) // r.width, MAX_ROWS - 1)
     if r.width == 1: return [(1, 1)] * min(r.accepted, d) + [(1, 0)] * (r.accepted < d)
-    if rows:
-        reach = [sum(a >= j and n > j for n, a in rows) for j in range(d)]
-        return [(t, sum(a > j for _, a in rows)) for j, t in enumerate(reach) if t]
-    h = constant_hazard(r.accepted / r.width, d)
-    return [(r.width * h ** j, r.width * h ** (j + 1)) for j in range(d)]
+    if not rows: return spread(r.accepted, r.width, believed(d)) if d else []
+    reach = [sum(a >= j and n > j for n, a in rows) for j in range(d)]
+    return [(t, sum(a > j for _, a in rows)) for j, t in enumerate(reach) if t]
 
 # %% ../nbs/26_estimates.ipynb #5c6ad6cd
-LONG, SHORT, DOUBT, ADOPT = 400, 15 / 16, 0.005, 0.9
+LONG, SHORT, DOUBT, ADOPT = 400, 15 / 16, 0.001, 0.9
 
 class Acceptance:
     "How far the drafts of one arm get: a long memory, a short one, and doubt of the long one."
@@ -141,6 +149,8 @@ class Acceptance:
             self.changes += 1
         elif self.doubt == DOUBT: self.won_now, self.tried_now = [0.0] * MAX_ROWS, [0.0] * MAX_ROWS
         self._curve = None
+
+    def hazards(self, d: int) -> list[float]: return hazards(self.won, self.tried, d)
 
     def wake(self, p: float) -> None: # chance that the text has changed meanwhile
         "Before a look at a parked arm: doubt what is known, and remember nothing recent."
