@@ -400,6 +400,8 @@ class Exactness:
         return at_most if self.allow_inexact else next((k for k in range(at_most, 1, -1) if self.table.exact(k, kv_len)), 1)
 
     @property
+    def widest(self) -> int: return max(self.table.widths.values(), default=1) # exact block at any context
+    @property
     def decline_detail(self) -> str | None: # None: some K >= 2 is exact
         return not_run(self.why or 'nothing was tried') if self.why or not self.trials else decline_sentence(self.trials)
     @property

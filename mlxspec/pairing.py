@@ -22,14 +22,16 @@ from .drafters import lookup # noqa: F401  (registers itself)
 from .drafters.base import build
 from .drafters.qwen3_5_mtp import head_tensors
 from .gate import Gate, WindowGate
-from .hints import HintFile, HintKey, fingerprint, hint_dir
+from .exactness import Exactness, finish
+from .hints import HintFile, HintKey, MemoFile, fingerprint, hint_dir
 from .pilot import MTP_KINDS, Pilot, Rules
 from .policy import Gpu, MtpPolicy, Pairing, static_default
 from .target import Target
 
 # %% auto #0
 __all__ = ['ASSETS', 'DEMO', 'DEMO_HEAD', 'AUTO_K', 'log', 'has_head', 'wanted', 'make', 'Drafters', 'gather', 'hint_key',
-           'make_policy', 'mtp_of', 'env_bool', 'make_gate', 'make_pilot']
+           'make_policy', 'block_size', 'mtp_of', 'probed_width', 'make_exactness', 'exact_only', 'env_bool',
+           'make_gate', 'make_pilot']
 
 # %% ../nbs/32_pairing.ipynb #96fb3b1c
 ASSETS = Path(__file__).parent / 'assets' if '__file__' in globals() else Path('../mlxspec/assets')
@@ -79,26 +81,60 @@ def _none(s: Settings, reason: str, sentence: str) -> Drafters:
     return Drafters((), reason, sentence)
 
 # %% ../nbs/32_pairing.ipynb #babcbb6d
-def hint_key(target: Target, head: Any, machine: Device, k: int) -> HintKey | None: # None: a model without files is nothing to remember
+def hint_key(target: Target, head: Any, # None: about the target alone
+             machine: Device, k: int, strategy: str = 'block', # of verify forwards
+            ) -> HintKey | None: # None: a model without files is nothing to remember
     "The identity of a measurement."
     if target.path is None: return None
-    b = blas.report()
-    cpu = '' if machine.gpu_device else '-'.join(str(p) for p in (b.library, b.core, b.threads) if p is not None)
-    return HintKey(fingerprint(target.path), fingerprint(head.path or target.path), machine.hardware, k, version('mlx'), version('mlx-lm'), cpu)
+    cpu = '' if machine.gpu_device else blas.report().label
+    drafter = fingerprint(head.path or target.path) if head else ''
+    return HintKey(fingerprint(target.path), drafter, machine.hardware, k, version('mlx'), version('mlx-lm'), cpu, strategy)
 
-def make_policy(target: Target, drafters: tuple[Drafter, ...], machine: Device, s: Settings, publish: Any) -> MtpPolicy:
+def make_policy(target: Target, drafters: tuple[Drafter, ...], machine: Device, s: Settings, publish: Any,
+                exactness: Exactness | None = None, # None: nothing was probed
+               ) -> MtpPolicy:
     "The policy of this pairing; without a head it has nothing to decide."
     gpu, head = Gpu(machine.gpu_vendor, machine.gpu_device, machine.gpu_architecture), mtp_of(drafters)
-    static = static_default(apple_generation(machine.gpu_architecture or ''))
     if head is None: return MtpPolicy(None, gpu=gpu, publish=publish)
-    k = head.max_drafts + 1
-    key = hint_key(target, head, machine, k)
+    k, known = block_size(head, exactness), exactness.summary() if exactness else None
+    key = hint_key(target, head, machine, k, known['strategy'] if known else 'block')
     return MtpPolicy(Pairing(target.name, head.name, machine.hardware, k), hints=HintFile(hint_dir(s.cache_dir), key) if key else None, gpu=gpu,
-                     static=static, publish=publish, adaptive=s.mtp_adaptive, pin=s.enable_mtp_b1, gate='gate_off' if s.mtp_gate == 'off' else None)
+                     static=static_default(apple_generation(machine.gpu_architecture or '')), publish=publish, adaptive=s.mtp_adaptive,
+                     pin=s.enable_mtp_b1, gate='gate_off' if s.mtp_gate == 'off' else None, exactness=known,
+                     declined=exactness.decline_detail if exactness else None, allow_inexact=s.mtp_allow_inexact)
+
+def block_size(head: Any, exactness: Exactness | None) -> int:
+    "K of a pairing: the configured cap, or the largest exact width below it."
+    cap = head.max_drafts + 1
+    return cap if exactness is None or exactness.allow_inexact or exactness.widest < 2 else min(cap, exactness.widest)
 
 def mtp_of(drafters: tuple[Drafter, ...]) -> Any: # a drafter, or None
     "The drafter that the policy speaks for."
     return next((d for d in drafters if d.kind in MTP_KINDS), None)
+
+# %% ../nbs/32_pairing.ipynb #fcb3f88a
+def probed_width(drafters: tuple[Drafter, ...], s: Settings) -> int: # 1: no block will ever be run
+    "K, the widest block that somebody may ask for."
+    k = s.draft_block_size or AUTO_K
+    if s.exactness == 'consistent': return AUTO_K if k <= AUTO_K else 2 * AUTO_K
+    return min(k, max((d.max_drafts + 1 for d in drafters), default=1))
+
+def make_exactness(target: Target, drafters: tuple[Drafter, ...], machine: Device, s: Settings) -> Exactness | None:
+    "Probe a target, as far as short requests need it; on the owner thread. The target's ways are set."
+    k = probed_width(drafters, s)
+    if k < 2: return None
+    key = hint_key(target, None, machine, k, f'probe-{s.exactness}')
+    x = Exactness(target, k, s.exactness, s.mtp_allow_inexact, MemoFile(hint_dir(s.cache_dir, 'exactness'), key) if key else None)
+    finish(x.probe())
+    target.ways = x
+    if x.warning: log.warning(x.warning)
+    return x
+
+def exact_only(drafters: Drafters, x: Exactness | None, s: Settings) -> Drafters:
+    "No drafter of any kind where no block is exact; PairError when speculation is required."
+    if not drafters.made or x is None or not x.declined: return drafters
+    if mtp_of(drafters.made) is None: log.warning(x.decline_detail) # else the policy says it
+    return _none(s, 'exactness_declined', x.decline_detail or '')
 
 # %% ../nbs/32_pairing.ipynb #2455a1a5
 def env_bool(s: Settings, name: str, instead_of: str) -> bool:
@@ -110,9 +146,11 @@ def make_gate(s: Settings) -> Gate | None: # None: `force` and `off` have no gat
     if s.mtp_gate in ('force', 'off') or env_bool(s, 'mtp_gate_force', 'mtp_gate'): return None
     return WindowGate(reprobe_tokens=s.mtp_gate_reprobe, serial_refresh_tokens=s.mtp_gate_refresh) if s.mtp_gate == 'window' else BudgetGate()
 
-def make_pilot(target: Target, drafters: tuple[Drafter, ...], machine: Device, s: Settings, publish: Any) -> Pilot: # publish: told every new policy snapshot
+def make_pilot(target: Target, drafters: tuple[Drafter, ...], machine: Device, s: Settings,
+               publish: Any, # told every new policy snapshot
+               exactness: Exactness | None = None) -> Pilot:
     "Policy, gate and rules of an engine."
     head = mtp_of(drafters)
     rules = Rules(mtp=head.kind if head else None, gate_off=s.mtp_gate == 'off', spec_think=s.spec_think or env_bool(s, 'dflash_spec_think', 'spec_think'),
                   resume_guard=s.resume_guard, entry_pin=s.spec_entry_pin)
-    return Pilot(make_policy(target, drafters, machine, s, publish), make_gate(s), rules)
+    return Pilot(make_policy(target, drafters, machine, s, publish, exactness), make_gate(s), rules)

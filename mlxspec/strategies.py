@@ -106,4 +106,4 @@ class OneWay:
 
     def strategy(self, k: int, kv_len: int) -> str: return self.name
     def max_width(self, kv_len: int, at_most: int) -> int: return at_most
-    def promise(self, drafts: bool) -> tuple[str | None, str | None]: return None, None
+    def promise(self, drafts: bool) -> tuple[str | None, str | None]: return None if drafts else 'identical', None
