@@ -7,17 +7,18 @@ Docs: https://mlxspec.github.io/mlxspec/pilot.html.md"""
 # %% ../nbs/28_pilot.ipynb #c76aed7a
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .core import StepResult
+from .core import Choices, RequestStats, StepResult
 from .evidence import Tally
-from .gate import Gate, GateStep, Step, spec_dispatch_eligible
+from .gate import Gate, GateStep, Step, Switch, entry_pin_forces_verify, spec_dispatch_eligible
 from .policy import MtpPolicy
 
 # %% auto #0
-__all__ = ['MTP_KINDS', 'plain', 'first', 'Place', 'Rules', 'Course', 'Pilot']
+__all__ = ['MTP_KINDS', 'PUBLISH_EVERY', 'plain', 'first', 'Place', 'Rules', 'note_step', 'note_switch', 'Course', 'Pilot']
 
 # %% ../nbs/28_pilot.ipynb #a16b5517
 MTP_KINDS = ('gemma4_assistant', 'qwen3_5_mtp', 'glm4_moe_lite_mtp', 'inkling_mtp')
@@ -40,6 +41,7 @@ class Place:
     thinking: bool = False
     emitted: int = 0                     # tokens in all
     after: int = 0                       # tokens since the thought ended, or in all
+    calling: bool = False                # a tool call is being forced: the grammar leaves nothing to guess
 
     def note(self, tokens: list[int]) -> None:
         "Tokens that were committed."
@@ -56,13 +58,35 @@ class Rules:
     gate_off: bool = False        # drafters are loaded, decoding is plain
     spec_think: bool = True       # speculate inside thoughts too
     resume_guard: int = 0         # tokens that must be emitted (after a thought) before speculation
-    entry_pin: int = 0            # first tokens of an answer for which the gate is not asked
+    entry_pin: int = 0            # first tokens of an answer in which the gate does not park
 
-    def eligible(self, place: Place) -> bool:
-        "Whether a sequence may speculate where it is."
-        return spec_dispatch_eligible(place.thinking, place.after, place.emitted, spec_think=self.spec_think, resume_guard=self.resume_guard)
+    def refuses(self, place: Place) -> str | None: # a label; None: it may
+        "Why a sequence may not speculate where it is."
+        if spec_dispatch_eligible(place.thinking, place.after, place.emitted, place.calling, spec_think=self.spec_think,
+                                  resume_guard=self.resume_guard): return None
+        return 'tool_call' if place.calling else 'thinking' if place.thinking and not self.spec_think else 'resume_guard'
 
-# %% ../nbs/28_pilot.ipynb #82098237
+    def pinned(self, place: Place) -> bool:
+        "Whether a sequence has just begun to answer. A thought is no answer: there the gate is free at once."
+        return not place.thinking and entry_pin_forces_verify(place.after, self.entry_pin)
+
+# %% ../nbs/28_pilot.ipynb #c83c0c23
+def note_step(c: Choices, step: Step, # that the gate chose
+              before: Step | None, # the one before it, if the gate chose that too
+              wall_s: float) -> None:
+    "Account for a step that the gate chose freely."
+    if step.look and not (before and before.look and before.reason == step.reason): c.looks += 1
+    c.tps, c.rival_tps = step.tps, step.rival_tps
+    if step.tps and step.rival_tps: c.regret += max(0.0, step.rival_tps - step.tps) * wall_s
+
+def note_switch(c: Choices, s: Switch, at: int) -> None: # at: tokens of the output so far
+    "Add a change of arm, in plain data."
+    a, b = (None if x is None else round(x, 1) for x in (s.frm_tps, s.to_tps))
+    c.switches.append({'at': at, 'from': str(s.frm), 'to': str(s.to), 'reason': s.reason, 'from_tps': a, 'to_tps': b})
+
+# %% ../nbs/28_pilot.ipynb #aff9486b
+PUBLISH_EVERY = 32 # steps between pictures for /health
+
 @dataclass
 class Course:
     "The decisions of one request."
@@ -71,44 +95,69 @@ class Course:
     gate: Gate | None                 # None: always speculate when something is there
     place: Place
     tally: Tally
+    stats: RequestStats = field(default_factory=RequestStats)
+    publish: Callable[[], object] = lambda: None # called now and then, on the thread that decodes
     last: Step = field(default_factory=lambda: plain('start'))
-    gated: bool = False               # the gate has this step in its books
+    by: str = 'rule'                  # who chose it: 'rule', 'policy' or 'gate'
+    before: Step | None = None        # the step before it, if the gate chose that
+    steps: int = 0
+    seen: Switch | None = None        # the gate's last switch that is accounted for
 
     def choose(self, ready: Mapping[str, int], # kind -> verify rows at most, in order of preference
                context: int, # tokens in the cache
               ) -> Step:
         "The next step."
-        self.gated = False
+        self.before, self.by = (self.last if self.by == 'gate' else None), 'rule'
         self.last = self._choose(ready, context)
         return self.last
 
     def _choose(self, ready: Mapping[str, int], context: int) -> Step:
         if self.rules.gate_off: return plain('gate_off')
-        if not self.rules.eligible(self.place): return plain('thinking' if self.place.thinking else 'resume_guard')
+        if why := self.rules.refuses(self.place): return plain(why)
         mtp, arm = self.rules.mtp, self.policy.arm(self.tally)
         if mtp and self.policy.profiling: return self._profile(ready, arm, mtp)
         if mtp in ready and arm == 'plain': ready = {a: k for a, k in ready.items() if a != mtp}
         if not ready: return plain('policy' if mtp and arm == 'plain' else 'no_match')
         if self.gate is None: return first(ready, 'force')
-        if self.place.after < self.rules.entry_pin and not self.place.thinking: return first(ready, 'entry_pin')
-        self.gated = True
-        return self.gate.next_step(1, {a: range(2, k + 1) for a, k in ready.items()}, context)
+        step = self.gate.next_step(1, {a: range(2, k + 1) for a, k in ready.items()}, context)
+        if step.kind is GateStep.MeasureDecode and self.rules.pinned(self.place): return first(ready, 'entry_pin')
+        self.by = 'gate'
+        return step
 
     def _profile(self, ready: Mapping[str, int], arm: str, mtp: str) -> Step:
-        self.gated = True # it listens
+        self.by = 'policy' # the gate listens
         return Step(GateStep.MeasureVerify, ready[mtp], mtp, 'profiling') if arm == 'spec' and mtp in ready else plain('profiling')
 
-    def record(self, r: StepResult, # the step that was chosen
+    @property
+    def why(self) -> str:
+        "Label of a plain step in the request's stats."
+        return ('look' if self.last.look else 'parked') if self.by == 'gate' else self.last.reason
+
+    def record(self, r: StepResult, # of the step that was chosen
                tokens: list[int], # what it committed
               ) -> None:
         "Take the account of the step."
         self.place.note(tokens)
+        self.steps += 1
         if self.rules.mtp: self.policy.step(self.tally, r)
-        if self.gate and self.gated: self.gate.record(r)
+        if self.gate and self.by != 'rule' and r.arm == self.last.arm: self._gated(self.gate, r)
+        if self.steps % PUBLISH_EVERY == 0: self.publish()
 
-    def close(self, refused: str | None = None) -> None: # why this generation could be no sample
-        "The request has ended well; what it measured counts."
-        if self.rules.mtp: self.policy.close(self.tally, refused)
+    def _gated(self, gate: Gate, r: StepResult) -> None:
+        gate.record(r)
+        if self.by == 'gate': note_step(self.stats.choice, self.last, self.before, r.wall_s)
+        new = gate.timeline[-1] if gate.timeline else None
+        if new is self.seen: return
+        if new and new.of_arm: note_switch(self.stats.choice, new, self.place.emitted)
+        self.seen = new
+
+    def close(self, refused: str | None = None) -> None: # None: see the stats
+        "The request has ended well; what it measured counts. Where no round was run, the most frequent reason says why not."
+        if self.rules.mtp:
+            why = Counter({w: n for w, n in self.stats.reasons.items() if w not in ('profiling', 'in_flight', 'budget')})
+            if why and not self.tally.verified: refused = why.most_common(1)[0][0]
+            self.policy.close(self.tally, refused)
+        self.publish()
 
 # %% ../nbs/28_pilot.ipynb #0eec629b
 @dataclass
@@ -117,11 +166,20 @@ class Pilot:
     policy: MtpPolicy
     gate: Gate | None = None
     rules: Rules = field(default_factory=Rules)
+    seen: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self): self.publish()
+    def publish(self) -> None:
+        "Make a new picture of the gate."
+        self.seen = self.gate.snapshot() if self.gate else dict(gate='off' if self.rules.gate_off else 'force')
 
     def open(self, kinds: Iterable[str], # drafters of this request
              think: tuple[int, int] | None = None, # ids that open and close a thought
              thinking: bool = False, # the prompt ends inside one
+             stats: RequestStats | None = None, # of the request, to be filled in
             ) -> Course:
         "A request begins. The policy has no business with one that the head takes no part in."
         rules = self.rules if self.rules.mtp in kinds else replace(self.rules, mtp=None)
-        return Course(rules, self.policy, self.gate, Place(think, thinking), self.policy.open())
+        course = Course(rules, self.policy, self.gate, Place(think, thinking), self.policy.open(), stats or RequestStats(), self.publish)
+        if self.gate and self.gate.timeline: course.seen = self.gate.timeline[-1]
+        return course
