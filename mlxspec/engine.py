@@ -13,6 +13,7 @@ import logging
 import queue
 import secrets
 import threading
+import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
@@ -23,18 +24,19 @@ from typing import Any
 from . import device
 from .config import Settings, load_settings
 from .core import Chunk, Drafter, Emitted, EngineError, MlxspecError, Params, RequestError, RequestStats
-from .pilot import Pilot
+from .pilot import Pilot, plain
 from .policy import MtpPolicySnapshot
 from .scheduler import ModelWorkScheduler, Stepper
 
 # %% auto #0
-__all__ = ['Result', 'Plan', 'inside_thought', 'lane', 'taking_part', 'decode', 'admit', 'Job', 'Engine']
+__all__ = ['Result', 'Plan', 'inside_thought', 'lane', 'explore', 'taking_part', 'decode', 'admit', 'Job', 'Engine']
 
 # %% ../nbs/33_engine.ipynb #a6cf347b
 device.require_mlx() # before anything that imports it: one sentence, not a linker's message
 
 # %% ../nbs/33_engine.ipynb #2ae66df2
-from .pairing import AUTO_K, DEMO, Drafters, gather, make_pilot
+from .exactness import Exactness
+from .pairing import AUTO_K, DEMO, Drafters, exact_only, gather, make_exactness, make_pilot
 from .rounds import Running, arms, open_running, prefill_step, step
 from .sequence import Sequence
 from .target import Target
@@ -73,6 +75,7 @@ class Plan:
     drafters: Drafters                # in order of preference, or why there are none
     pilot: Pilot                      # policy and gate
     think: tuple[int, int] | None = None # token ids that open and close a thought
+    exactness: Exactness | None = None # which blocks may run; None: nobody will ask
 
 def inside_thought(prompt: list[int], think: tuple[int, int] | None) -> bool:
     "Whether a prompt ends inside a thought (some templates open it)."
@@ -86,12 +89,22 @@ def lane(target: Target, run: Running, plan: Plan,
     alone = plan.drafters.reason if seq.params.speculate else 'disabled' # why this request has no drafters
     course = plan.pilot.open([g.kind for g in run.guests], plan.think, inside_thought(seq.tokens, plan.think)) if run.guests else None
     while not seq.finish:
-        want = course.choose(arms(run, plan.k), run.cached) if course else None
-        result, chunk = step(target, run, want.k, want.arm, want.reason) if want else step(target, run, 1, why=alone)
+        widest = target.ways.max_width(run.cached, plan.k)
+        want = course.choose(arms(run, widest) if widest > 1 else {}, run.cached) if course else plain(alone or 'no_drafter')
+        result, chunk = step(target, run, want.k, want.arm, 'exactness_context' if course and widest == 1 else want.reason)
         if course: course.record(result, [t.id for t in chunk.tokens])
         if on_chunk: on_chunk(chunk)
         yield 'plain' if result.kind == 'plain' else 'mtp'
-    if course: course.close()
+    if course: course.close('exactness_context' if seq.stats.reasons['exactness_context'] and not seq.stats.rounds else None)
+
+def explore(run: Running, x: Exactness | None) -> Iterator[str]:
+    "Before a request that may come to a length nobody has probed, probe it: once per machine."
+    if x is None or not run.guests: return
+    t0 = time.perf_counter()
+    for _ in x.probe(run.seq.prompt_len + run.seq.params.max_tokens):
+        run.seq.stats.phases.update(dict(probe=time.perf_counter() - t0))
+        yield 'probe'
+        t0 = time.perf_counter()
 
 def taking_part(made: tuple[Drafter, ...], speculate: bool | tuple[str, ...]) -> tuple[Drafter, ...]:
     "The drafters that a request lets in."
@@ -108,6 +121,7 @@ def decode(target: Target, seq: Sequence, plan: Plan,
         count(1)
         if on_chunk: on_chunk(chunk)
     try:
+        yield from explore(run, plan.exactness)
         while not prefill_step(target, run, plan.chunk): yield 'prefill'
         yield from lane(target, run, plan, out)
     except MlxspecError: raise
@@ -183,9 +197,10 @@ class Engine:
         drafters, ref = gather(target, settings), weakref.ref(self)
         def publish(snapshot: MtpPolicySnapshot): # a reference would keep the engine alive for ever
             if engine := ref(): engine._policy = snapshot
-        pilot = make_pilot(target, drafters.made, machine, settings, publish)
-        think = self.chat.think_ids
-        self._plan = Plan(settings.draft_block_size or AUTO_K, settings.prefill_chunk_tokens, drafters, pilot, think)
+        exactness = make_exactness(target, drafters.made, machine, settings)
+        pilot = make_pilot(target, drafters.made, machine, settings, publish, exactness)
+        self._plan = Plan(settings.draft_block_size or AUTO_K, settings.prefill_chunk_tokens, exact_only(drafters, exactness, settings),
+                          pilot, self.chat.think_ids, exactness)
         self._finalizer = weakref.finalize(self, scheduler.shutdown)
 
     @classmethod
@@ -243,9 +258,9 @@ class Engine:
     def alive(self) -> bool: return self._scheduler.alive
     def snapshot(self) -> dict:
         "Plain data for /health."
-        d, gate = self._plan.drafters, self._plan.pilot.gate
+        d, gate, exactness = self._plan.drafters, self._plan.pilot.gate, self._plan.exactness
         speculation = dict(drafters=list(self.drafters), block_size=self._plan.k, reason=d.reason, detail=d.sentence,
-                           gate=gate.snapshot() if gate else None)
+                           gate=gate.snapshot() if gate else None, exactness=exactness.summary() if exactness else None)
         return dict(scheduler=self._scheduler.snapshot(), speculation=speculation)
 
     def encode(self, prompt: str | list[int] | list[dict]) -> list[int]:

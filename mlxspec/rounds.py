@@ -242,8 +242,8 @@ def step(target: Target, run: Running,
 
 def _width(target: Target, run: Running, k: int, why: str | None) -> tuple[int, str | None]:
     "Verify rows that make sense now, and why they are fewer than asked for."
-    if not run.guests: return 1, 'no_drafter'
     if k == 1: return 1, why or 'k_is_1'
+    if not run.guests: return 1, 'no_drafter'
     if run.seq.remaining == 1: return 1, 'budget'
     k = min(k, run.seq.remaining)
     while k > 1 and not target.can_verify(run.cache, k): k -= 1
