@@ -40,8 +40,9 @@ def proposed(drafts: mx.array, # [n] ids, maybe outside the vocabulary
     certain = (mx.arange(vocab) == drafts[:, None]).astype(mx.float32)
     if q is None: return certain
     logs = normalise(q.astype(mx.float32))
-    reduced = vocab_map if vocab_map is not None else mx.arange(min(vocab, q.shape[-1]))
-    known = mx.exp(spread(logs[:, :reduced.shape[0]], reduced, vocab))
+    if vocab_map is not None: logs = spread(logs, vocab_map, vocab)
+    elif logs.shape[-1] != vocab: logs = spread(logs[:, :vocab], mx.arange(min(vocab, logs.shape[-1])), vocab)
+    known = mx.exp(logs)
     ours = (drafts >= 0) & (drafts < vocab)
     drawn = (known * certain).sum(axis=-1) > 0 # the row knows of its draft; NaN does not
     return mx.where(mx.where(ours, drawn, mx.isfinite(known.sum(axis=-1)))[:, None], known, certain)
