@@ -97,6 +97,8 @@ class Hint:
     samples_required: int
     estimate: Estimate
     written_at: float       # seconds since the epoch
+    target: str = ''        # basenames, for people; the key knows better
+    drafter: str = ''
 
     def expired(self, now: float) -> bool: # now: seconds since the epoch
         "A measured `enable` lasts, the gate watches it; everything else is asked again."
@@ -249,13 +251,15 @@ def all_hints(directory: Path) -> list[tuple[HintKey, Hint]]: # in order of writ
     "Every hint of a directory that can be believed."
     found = []
     for p in directory.glob('*.json'):
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        with contextlib.suppress(OSError, ValueError, *NOT_OURS):
             key = HintKey(**json.loads(data := p.read_bytes())['key'])
             found.append((key, decode(data, key)))
     return sorted(found, key=lambda kh: kh[1].written_at)
 
 def clear_hints(directory: Path) -> int: # files removed
     "Forget every verdict. Raises OSError where that is not allowed."
-    gone = [p for pat in ('*.json', '*.bad', '.*.tmp') for p in directory.glob(pat)]
-    for p in gone: p.unlink(missing_ok=True)
+    if not directory.is_dir(): return 0
+    with locked(directory) as ours: # or a temporary file may be somebody's next hint
+        gone = [p for pat in ('*.json', '*.bad', *(['.*.tmp'] if ours else [])) for p in directory.glob(pat)]
+        for p in gone: p.unlink(missing_ok=True)
     return sum(p.suffix == '.json' for p in gone)

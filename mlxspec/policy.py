@@ -10,9 +10,9 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from .core import StepResult, round_half_away
@@ -299,7 +299,8 @@ class MtpPolicy:
     def record(self, s: Sample) -> None: # a qualifying sample; ignored once there is a verdict
         if not isinstance(self.state, Profiling): return
         self._enter(after_sample(self.state, s, self.static, self.now()))
-        if isinstance(self.state, Settled) and self.hints: self.hints.save(self.state.hint)
+        if not (isinstance(self.state, Settled) and self.hints and self.pair): return
+        self.hints.save(replace(self.state.hint, target=self.pair.target, drafter=self.pair.drafter))
 
     @property
     def profiling(self) -> bool: return not self._fixed
@@ -319,6 +320,7 @@ def say(body: Mapping, # as the endpoint gave it, perhaps from another version o
     version, on = body.get('schema_version'), 'on' if body.get('mtp_enabled') else 'off'
     if version != SCHEMA_VERSION: return f'unreadable: schema version {version}'
     about = {k: body.get(k) for k in Pairing._fields}
+    body = defaultdict(lambda: '?', body)
     if pair and about['target'] and about != pair._asdict():
         return 'no verdict for this pairing: the server runs another one'
     match body.get('state'), body.get('reason') or body.get('verdict'):
@@ -343,6 +345,6 @@ def say_verdict(b: Mapping, on: str) -> str: # on: 'on' or 'off'
     if b.get('settled_by') == 'static_default':
         return f'not measured: hardware default, MTP is {on}'
     x, low, high = (b.get(k) for k in ('estimated_speedup', 'speedup_low', 'speedup_high'))
-    if x is None or low is None or high is None: return f'measured, MTP is {on}'
+    if not all(isinstance(v, float | int) for v in (x, low, high)): return f'measured, MTP is {on}'
     r = lambda v: f'{round_half_away(v):.2f}'
     return f'measured, MTP is {on}: {r(x)} times plain speed ({r(low)} to {r(high)})'
