@@ -87,15 +87,17 @@ def lane(target: Target, run: Running, plan: Plan,
     "Decode one sequence to its end, step by step, as policy and gate choose."
     seq = run.seq
     alone = plan.drafters.reason if seq.params.speculate else 'disabled' # why this request has no drafters
-    course = plan.pilot.open([g.kind for g in run.guests], plan.think, inside_thought(seq.tokens, plan.think)) if run.guests else None
+    kinds, thinking = [g.kind for g in run.guests], inside_thought(seq.tokens, plan.think)
+    course = plan.pilot.open(kinds, plan.think, thinking, seq.stats) if kinds else None
     while not seq.finish:
         widest = target.ways.max_width(run.cached, plan.k)
         want = course.choose(arms(run, widest) if widest > 1 else {}, run.cached) if course else plain(alone or 'no_drafter')
-        result, chunk = step(target, run, want.k, want.arm, 'exactness_context' if course and widest == 1 else want.reason)
+        why = 'exactness_context' if course and widest == 1 else course.why if course else want.reason
+        result, chunk = step(target, run, want.k, want.arm, why)
         if course: course.record(result, [t.id for t in chunk.tokens])
         if on_chunk: on_chunk(chunk)
         yield 'plain' if result.kind == 'plain' else 'mtp'
-    if course: course.close('exactness_context' if seq.stats.reasons['exactness_context'] and not seq.stats.rounds else None)
+    if course: course.close()
 
 def explore(run: Running, x: Exactness | None) -> Iterator[str]:
     "Before a request that may come to a length nobody has probed, probe it: once per machine."
@@ -258,9 +260,9 @@ class Engine:
     def alive(self) -> bool: return self._scheduler.alive
     def snapshot(self) -> dict:
         "Plain data for /health."
-        d, gate, exactness = self._plan.drafters, self._plan.pilot.gate, self._plan.exactness
+        d, exactness = self._plan.drafters, self._plan.exactness
         speculation = dict(drafters=list(self.drafters), block_size=self._plan.k, reason=d.reason, detail=d.sentence,
-                           gate=gate.snapshot() if gate else None, exactness=exactness.summary() if exactness else None)
+                           gate=self._plan.pilot.seen, exactness=exactness.summary() if exactness else None)
         return dict(scheduler=self._scheduler.snapshot(), speculation=speculation)
 
     def encode(self, prompt: str | list[int] | list[dict]) -> list[int]:

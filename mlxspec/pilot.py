@@ -151,12 +151,11 @@ class Course:
         if new and new.of_arm: note_switch(self.stats.choice, new, self.place.emitted)
         self.seen = new
 
-    def close(self, refused: str | None = None) -> None: # None: see the stats
+    def close(self) -> None:
         "The request has ended well; what it measured counts. Where no round was run, the most frequent reason says why not."
         if self.rules.mtp:
             why = Counter({w: n for w, n in self.stats.reasons.items() if w not in ('profiling', 'in_flight', 'budget')})
-            if why and not self.tally.verified: refused = why.most_common(1)[0][0]
-            self.policy.close(self.tally, refused)
+            self.policy.close(self.tally, why.most_common(1)[0][0] if why and not self.tally.verified else None)
         self.publish()
 
 # %% ../nbs/28_pilot.ipynb #0eec629b
