@@ -71,7 +71,7 @@ def mlx_lm_arm(target: Any, # a loaded Target
     "`mlx_lm.generate_step`, greedy."
     import mlx.core as mx
     from mlx_lm.generate import generate_step
-    return lambda: [t for t, _ in generate_step(mx.array(prompt), target.model, max_tokens=n)]
+    return lambda: [int(t) for t, _ in generate_step(mx.array(prompt), target.model, max_tokens=n)]
 
 def engine_arm(engine: Any, prompt: list[int], n: int, **params) -> Arm: # params: fields of Params
     "An engine's answer of exactly `n` tokens."

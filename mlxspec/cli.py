@@ -172,7 +172,7 @@ def demo(args: argparse.Namespace, settings: Settings) -> int:
     import json
 
     from mlxspec import demo as d
-    forced = dict(mtp_gate='force', enable_mtp_b1=True) # every arm runs, whether it pays or not: that is what is shown
+    forced: dict[str, Any] = dict(mtp_gate='force', enable_mtp_b1=True) # every arm runs, whether it pays or not: that is what is shown
     if settings.origin('max_tokens') == 'default': forced['max_tokens'] = d.MAX_TOKENS
     settings = settings.replace(**forced)
     prompts = [prompt_text(p) for p in args.prompt or d.PROMPTS]

@@ -45,7 +45,7 @@ BOTH = 'together'
 def arms_of(kinds: Sequence[str], # drafters of an engine, in order of preference
            ) -> dict[str, tuple[str, ...]]: # name -> drafters that take part
     "What is compared with plain decoding."
-    alone = {k: (k,) for k in kinds}
+    alone: dict[str, tuple[str, ...]] = {k: (k,) for k in kinds}
     return alone | {BOTH: tuple(kinds)} if len(kinds) > 1 else alone
 
 # %% ../nbs/52_demo.ipynb #631023a9
