@@ -197,6 +197,7 @@ class Trial:
     strategy: str
     first: Difference | None # None: every byte of every row was equal
     cost: float # median time of a block, in plain steps
+    step_s: float # median time of a plain step, seconds
     rows: int # compared
     flips: int # rows with another argmax
     gap: float # smallest top-2 gap of the context's rows
@@ -207,7 +208,7 @@ def try_width(stage: Stage, k: int, ways: OneWay) -> Generator[None, None, Trial
     for keeps in walks(k):
         if not (blocks and blocks[-1].first): blocks += yield from walk(stage, keeps, ways)
     cost = statistics.median(b.seconds for b in blocks) / stage.step_s
-    return Trial(stage.context, k, ways.name, blocks[-1].first, cost, k * len(blocks), sum(b.flips for b in blocks), stage.gap)
+    return Trial(stage.context, k, ways.name, blocks[-1].first, cost, stage.step_s, k * len(blocks), sum(b.flips for b in blocks), stage.gap)
 
 # %% ../nbs/08_exactness.ipynb #3b712364
 SHORT, LONG, EDGE = 16, 1056, 8 # tokens; rows before the edge of a window
@@ -356,7 +357,8 @@ class Memo(Protocol):
 
 def recall(body: dict | None) -> list[Trial]:
     "Trials of a memo."
-    return [Trial(**d | dict(first=d['first'] and Difference(**d['first']))) for d in (body or {}).get('trials', ())]
+    try: return [Trial(**d | dict(first=d['first'] and Difference(**d['first']))) for d in (body or {}).get('trials', ())]
+    except (TypeError, KeyError): return [] # of another version of this page
 
 def why_not(target: Target, mode: str) -> str | None:
     "What keeps the probe from running."

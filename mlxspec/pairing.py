@@ -30,8 +30,8 @@ from .target import Target
 
 # %% auto #0
 __all__ = ['ASSETS', 'DEMO', 'DEMO_HEAD', 'AUTO_K', 'log', 'has_head', 'wanted', 'make', 'Drafters', 'gather', 'hint_key',
-           'make_policy', 'block_size', 'mtp_of', 'probed_width', 'make_exactness', 'exact_only', 'env_bool',
-           'make_gate', 'make_pilot']
+           'make_policy', 'block_size', 'mtp_of', 'probed_width', 'memo_file', 'make_exactness', 'exact_only',
+           'env_bool', 'make_gate', 'make_pilot']
 
 # %% ../nbs/32_pairing.ipynb #96fb3b1c
 ASSETS = Path(__file__).parent / 'assets' if '__file__' in globals() else Path('../mlxspec/assets')
@@ -119,12 +119,16 @@ def probed_width(drafters: tuple[Drafter, ...], s: Settings) -> int: # 1: no blo
     if s.exactness == 'consistent': return AUTO_K if k <= AUTO_K else 2 * AUTO_K
     return min(k, max((d.max_drafts + 1 for d in drafters), default=1))
 
+def memo_file(target: Target, machine: Device, k: int, s: Settings) -> MemoFile | None: # None: a model without files
+    "Where the probe's trials are kept."
+    key = hint_key(target, None, machine, k, f'probe-{s.exactness}')
+    return MemoFile(hint_dir(s.cache_dir, 'exactness'), key) if key else None
+
 def make_exactness(target: Target, drafters: tuple[Drafter, ...], machine: Device, s: Settings) -> Exactness | None:
     "Probe a target, as far as short requests need it; on the owner thread. The target's ways are set."
     k = probed_width(drafters, s)
     if k < 2: return None
-    key = hint_key(target, None, machine, k, f'probe-{s.exactness}')
-    x = Exactness(target, k, s.exactness, s.mtp_allow_inexact, MemoFile(hint_dir(s.cache_dir, 'exactness'), key) if key else None)
+    x = Exactness(target, k, s.exactness, s.mtp_allow_inexact, memo_file(target, machine, k, s))
     finish(x.probe())
     target.ways = x
     if x.warning: log.warning(x.warning)
