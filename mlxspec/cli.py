@@ -1,4 +1,4 @@
-"""Four commands, one sentence per mistake.
+"""Five commands, one sentence per mistake.
 
 Docs: https://mlxspec.github.io/mlxspec/cli.html.md"""
 
@@ -18,7 +18,7 @@ from .core import ConfigError, MlxspecError
 
 # %% auto #0
 __all__ = ['Command', 'COMMANDS', 'Parser', 'add_options', 'command', 'parser_of', 'overview', 'version', 'unknown', 'parse',
-           'load', 'console', 'prompt_text', 'response_body', 'print_stream', 'generate', 'demo', 'serve',
+           'load', 'console', 'prompt_text', 'response_body', 'print_stream', 'generate', 'demo', 'serve', 'probe',
            'run_command', 'main']
 
 # %% ../nbs/60_cli.ipynb #130b5faa
@@ -64,7 +64,7 @@ def parser_of(name: str) -> Parser:
 # %% ../nbs/60_cli.ipynb #c5f81ca1
 def overview() -> str:
     "What `mlxspec --help` prints."
-    lines = [f'  {n:10}{COMMANDS[n][1]}' for n in (*ALL, 'version')]
+    lines = [f'  {n:10}{COMMANDS[n][1]}' for n in (*ALL, 'probe', 'version')]
     return '\n'.join(['usage: mlxspec COMMAND [options]', '', *lines, '',
                       '`mlxspec COMMAND --help` lists the options of a command.'])
 
@@ -193,6 +193,20 @@ def serve(args: argparse.Namespace, settings: Settings) -> int:
         from mlxspec.server import serve as run_server
         run_server(settings)
     return 0
+
+# %% ../nbs/60_cli.ipynb #33bedd79
+@command('probe', 'Try which verify blocks are exact on this machine',
+         json=dict(action='store_true', help='print a JSON object'))
+def probe(args: argparse.Namespace, settings: Settings) -> int:
+    "Print the verdict for each width, context and strategy; 1 when no K of 2 or more is identical."
+    import json
+
+    from mlxspec.device import require_mlx
+    require_mlx()
+    from mlxspec import probe as p
+    report = p.run_probe(settings)
+    print(json.dumps(p.as_json(report), indent=2, allow_nan=False) if args.json else p.as_text(report))
+    return int(not report.identical)
 
 # %% ../nbs/60_cli.ipynb #63be9269
 def run_command(argv: list[str]) -> int: # exit code
