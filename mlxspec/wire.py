@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from .core import (Chunk, Emitted, EngineError, MlxspecError, Params, RequestError,
+from .core import (Choices, Chunk, Emitted, EngineError, MlxspecError, Params, RequestError,
                           RequestStats)
 from .reply import Piece, Splitter
 
@@ -23,8 +23,8 @@ __all__ = ['CATALOGUE', 'MAX_DEPTH', 'Int', 'Num', 'Stops', 'UNSUPPORTED', 'ROLE
            'error_body', 'Later', 'fault', 'path_of', 'check_tree', 'read_body', 'whole', 'Strict', 'Function', 'Tool',
            'StreamOptions', 'Speculation', 'ChatRequest', 'check_supported', 'first_problem', 'read_chat',
            'text_content', 'past_call', 'template_message', 'template_inputs', 'read_bias', 'to_params', 'usage',
-           'speculation', 'account', 'call_entry', 'delta_of', 'logprob_entry', 'logprob_content', 'Head', 'Answer',
-           'chat_body', 'frame', 'ChatStream']
+           'speculation', 'gate_account', 'account', 'call_entry', 'delta_of', 'logprob_entry', 'logprob_content',
+           'Head', 'Answer', 'chat_body', 'frame', 'ChatStream']
 
 # %% ../nbs/40_wire.ipynb #d81f2634
 class Entry(NamedTuple):
@@ -322,11 +322,18 @@ def speculation(stats: RequestStats) -> dict:
             'per_step_drafted': list(stats.per_step_drafted)}
 
 # %% ../nbs/40_wire.ipynb #8fd994a3
+def gate_account(c: Choices) -> dict:
+    "What the gate did; tokens per second it expects of what ran last and of the best alternative."
+    tenth = lambda x: None if x is None else round(x, 1)
+    return {'switches': list(c.switches), 'looks': c.looks, 'tps': tenth(c.tps),
+            'rival_tps': tenth(c.rival_tps), 'regret_tokens': tenth(c.regret)}
+
 def account(stats: RequestStats) -> dict: # keys of the response's root
     "All that a response says about its making: `metrics`, and llama.cpp's `timings`."
     by = {k: {'drafted': d, 'accepted': a} for k, (d, a) in stats.sources.items()}
     ours = {'plain_steps': stats.plain_steps, 'no_draft_reasons': dict(stats.reasons),
-            'seed': stats.seed, 'level': stats.level, 'warning': stats.warning, 'drafters': by}
+            'seed': stats.seed, 'level': stats.level, 'warning': stats.warning, 'drafters': by,
+            'arms': dict(stats.arms), 'gate': gate_account(stats.choice)}
     rate = stats.completion_tokens / stats.decode_s if stats.decode_s else 0.0
     timings = {'prompt_n': stats.prompt_tokens, 'prompt_ms': round(1e3 * stats.prefill_s, 3),
                'predicted_n': stats.completion_tokens,
