@@ -49,7 +49,7 @@ __all__ = ['MAX_BODY', 'BODY_S', 'LOCAL', 'STALL_S', 'GRACE_S', 'PING_S', 'PING'
            'unless_gone', 'explain', 'events', 'EventResponse', 'host_name', 'refuse', 'Edge', 'on_error',
            'on_http_error', 'chat_completions', 'model_card', 'models', 'model', 'policy', 'mtp_policy', 'health',
            'live', 'ready', 'make_app', 'check_model_path', 'listen', 'url_of', 'allowed_hosts', 'fingerprint',
-           'Server', 'load_engine', 'serve']
+           'Server', 'load_engine', 'start_log', 'serve']
 
 # %% ../nbs/41_server.ipynb #0e5b4c6f
 MAX_BODY = 2 * 2**20 # bytes
@@ -480,8 +480,14 @@ def load_engine(host: Host, server: Server, settings: Settings,
     what = f'{engine.name}, the embedded demo pair,' if engine.is_demo else engine.name
     if not server.should_exit: print(f'mlxspec serves {what} at {where}', flush=True)
 
+def start_log(level: str) -> None: # 'debug', 'info', 'warning' or 'error'
+    "Our own lines from `level` on, everybody else's warnings, on standard error."
+    logging.basicConfig(format='%(asctime)s %(levelname)s %(name)s: %(message)s')
+    _log.setLevel(level.upper())
+
 def serve(settings: Settings) -> None:
     "Serve until a signal comes. Raises `MlxspecError` when that cannot be; then nothing is left."
+    start_log(settings.log_level)
     check_model_path(settings.model)
     sock, failures = listen(settings.host, settings.port), []
     host = Host(served_name=settings.served_model_name, make_params=settings.params,
