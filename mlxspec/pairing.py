@@ -69,6 +69,7 @@ def gather(target: Target, s: Settings) -> Drafters:
     strict = s.speculation == 'required' or s.drafter is not None and s.origin('speculation') == 'default'
     names = [] if s.no_spec else wanted(target, s.drafter)
     if not names: return _none(s, 'no_drafter', 'No drafter is configured.')
+    if s.draft_block_size == 1: return _none(s, 'k_is_1', 'A block of one row, K = 1, has no room for drafts.')
     if target.rollback is None: return _none(s, 'cache_not_trimmable', f'The cache of {target.name} cannot take rejected rows back.')
     try: return Drafters(tuple(make(n, target, s.draft_block_size) for n in names))
     except (ConfigError, PairError) as e:

@@ -114,6 +114,7 @@ class Course:
     def _choose(self, ready: Mapping[str, int], context: int) -> Step:
         if self.rules.gate_off: return plain('gate_off')
         if why := self.rules.refuses(self.place): return plain(why)
+        ready = {a: k for a, k in ready.items() if k > 1} # of one row nothing is a draft
         mtp, arm = self.rules.mtp, self.policy.arm(self.tally)
         if mtp and self.policy.profiling: return self._profile(ready, arm, mtp)
         if mtp in ready and arm == 'plain': ready = {a: k for a, k in ready.items() if a != mtp}
