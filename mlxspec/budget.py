@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 from .core import StepResult
-from .estimates import FLAT, Acceptance, Cost, Curve, tries
+from .estimates import Acceptance, Cost, Curve, tries
 from .gate import GateStep, Step, Switch, gate_snapshot, width_bucket
 
 # %% auto #0
@@ -112,7 +112,7 @@ class Value(NamedTuple):
     known: bool                       # the cost is measured
     curve: Curve | None               # None for plain
     extra: float                      # further squared relative error
-    flat: float                       # tps if nothing were known about the text
+    hope: float                       # tps if the text has changed
 
 def log_var(o: Option, x: Value, p: Option, y: Value) -> float:
     "Squared error of log(x.tps / y.tps)."
@@ -153,9 +153,9 @@ def values(b: Bucket, arms: dict[str, Acceptance],
             known = c is not None and c.n >= 3
             if known: cost = c.mean
             else: cost, extra = guess(b, arm, rows, k), 0.02
-            flat = FLAT[k - 1] / cost
+            hope = acc.hope[k - 1] / cost
             if q < 0.99: e, cost, extra = mixed(q, e, cost, p.mean)
-            out[arm, k] = Value(e / cost, e, c, known, curve, extra, flat)
+            out[arm, k] = Value(e / cost, e, c, known, curve, extra, hope)
     return out
 
 # %% ../nbs/27_budget.ipynb #22669ba2
@@ -217,7 +217,7 @@ def worth_a_look(b: Bucket, v: dict[Option, Value], best: Option, # what runs
         found.offer(keep * hope, n * loss, o, True, 'too close to call')
         if same: continue
         if o[0] not in parked:
-            top = max(z.flat for (a, _), z in v.items() if a == o[0])
+            top = max(z.hope for (a, _), z in v.items() if a == o[0])
             t, changed = idle[o[0]]
             parked[o[0]] = t * changed * expected_gain(1 - top / y.tps, 0.09)
         found.offer(keep * hope + parked[o[0]], n * loss, o, True, 'the text may have changed')
@@ -229,7 +229,7 @@ class BudgetState:
     "Everything the budget gate remembers."
     EPS: ClassVar[float] = 0.005      # share of the tokens that looks may lose
     PURSE: ClassVar[float] = PURSE    # what a bucket starts with and saves up to, tokens
-    DWELL: ClassVar[int] = 4          # steps for which a decision stands
+    DWELL: ClassVar[int] = 6          # steps for which a decision stands
     LOOK: ClassVar[int] = 8           # most steps of a look at acceptance
     FLOOR: ClassVar[float] = 0.01     # least lead for a switch
     Z: ClassVar[float] = 1.0          # and in standard errors
@@ -298,7 +298,8 @@ def decide(s: BudgetState, b: Bucket, width: int, ks: Mapping[str, Sequence[int]
     "Choose what to run in this bucket with these options."
     p, b.look = b.cells.get(PLAIN), None
     if p is None or p.n < 3: return start_look(s, b, PLAIN, {}, width, None, False, 'measure plain')
-    for arm in ks: s.arms.setdefault(arm, Acceptance())
+    for arm in ks:
+        if arm not in s.arms: s.arms[arm] = Acceptance()
     v, old = values(b, s.arms, ks), b.held.get(key)
     near = b.near.held.get(key) if b.near else None
     if old is None and near and near.option in v: best = near.option
@@ -318,7 +319,7 @@ def decide(s: BudgetState, b: Bucket, width: int, ks: Mapping[str, Sequence[int]
     if b.rest <= 0:
         pick = worth_a_look(b, v, best, {a: s.idle(a) for a in ks}, s.TAU, s.KEEP)
         if pick: return start_look(s, b, pick[0], v, width, rate, pick[1], pick[2])
-        b.rest = s.REST / 2
+        b.rest = s.REST
     return s.now.step
 
 # %% ../nbs/27_budget.ipynb #835ac5b2
@@ -326,7 +327,8 @@ def learn(s: BudgetState, b: Bucket, r: StepResult, rows: Sequence[tuple[int, in
     "Feed one step to its cost cell and its arm; None when the arm was silent."
     first, b.ran = b.ran is not None and b.ran != r.arm, r.arm
     if r.arm != 'plain':
-        acc = s.arms.setdefault(r.arm, Acceptance())
+        acc = s.arms.get(r.arm)
+        if acc is None: acc = s.arms[r.arm] = Acceptance()
         acc.offer += 0.05 * ((r.kind == 'verify') - acc.offer)
         if r.kind != 'verify': return None
         acc.add(tries(r, rows, acc.hazards))

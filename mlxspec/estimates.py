@@ -119,11 +119,12 @@ LONG, SHORT, DOUBT, ADOPT = 400, 15 / 16, 0.001, 0.9
 
 class Acceptance:
     "How far the drafts of one arm get: a long memory, a short one, and doubt of the long one."
-    __slots__ = ('won', 'tried', 'won_now', 'tried_now', 'doubt', 'at', 'offer', 'changes',
+    __slots__ = ('won', 'tried', 'won_now', 'tried_now', 'doubt', 'hope', 'at', 'offer', 'changes',
                  '_curve')
     def __init__(self):
         self.won, self.tried, self.won_now, self.tried_now = ([0.0] * MAX_ROWS for _ in range(4))
         self.doubt = DOUBT            # chance that the short memory is the right one
+        self.hope = FLAT              # tokens per round if the text has changed: what it was before
         self.at = 0.0                 # when it was last observed, tokens per sequence
         self.offer = 1.0              # share of asked steps with a proposal
         self.changes = 0              # times the short memory took over
@@ -131,23 +132,27 @@ class Acceptance:
 
     def add(self, rounds: list[tuple[float, float]]) -> None: # (tried, won) per position
         "Let both memories predict, weigh them, then count."
-        a = b = PRIOR; la = lb = 1.0
-        for j, (n, w) in enumerate(rounds):
-            a = (self.won[j] + WEIGHT * a) / (self.tried[j] + WEIGHT)
-            b = (self.won_now[j] + WEIGHT * b) / (self.tried_now[j] + WEIGHT)
+        won, tried, won_now, tried_now = self.won, self.tried, self.won_now, self.tried_now
+        a = b = PRIOR; la = lb = 1.0; j = 0
+        for n, w in rounds:
+            a = (won[j] + WEIGHT * a) / (tried[j] + WEIGHT)
+            b = (won_now[j] + WEIGHT * b) / (tried_now[j] + WEIGHT)
             if w: la *= a ** w; lb *= b ** w
             if n > w: la *= (1.001 - a) ** (n - w); lb *= (1.001 - b) ** (n - w)
-            k = 1 - min(n, LONG) / LONG
-            self.won[j], self.tried[j] = k * self.won[j] + w, k * self.tried[j] + n
+            k = 1 - n / LONG if n < LONG else 0.0
+            won[j] = k * won[j] + w; tried[j] = k * tried[j] + n
             k = SHORT ** n
-            self.won_now[j] = k * self.won_now[j] + w
-            self.tried_now[j] = k * self.tried_now[j] + n
+            won_now[j] = k * won_now[j] + w; tried_now[j] = k * tried_now[j] + n
+            j += 1
         x = self.doubt * lb
         self.doubt = max(DOUBT, x / (x + (1 - self.doubt) * la + 1e-300))
         if self.doubt > ADOPT:
-            self.won, self.tried, self.doubt = self.won_now[:], self.tried_now[:], DOUBT
+            e = expected_tokens(self.hazards(MAX_ROWS - 1))
+            self.hope = [max(x, y) for x, y in zip(e, FLAT, strict=True)]
+            self.won, self.tried, self.doubt = won_now[:], tried_now[:], DOUBT
             self.changes += 1
-        elif self.doubt == DOUBT: self.won_now, self.tried_now = [0.0] * MAX_ROWS, [0.0] * MAX_ROWS
+        elif lb < la and self.doubt < 0.1: # nothing to explain: begin anew with the next surprise
+            self.won_now, self.tried_now = [0.0] * MAX_ROWS, [0.0] * MAX_ROWS
         self._curve = None
 
     def hazards(self, d: int) -> list[float]: return hazards(self.won, self.tried, d)

@@ -88,7 +88,8 @@ class Run:
 
     def add(self, s: Scene, o: Option, reason: str) -> None:
         e = s.tokens[o]
-        if not self.choices or self.choices[-1][1] != o: self.choices.append((self.tokens, o, reason))
+        if not self.choices or self.choices[-1][1:] != (o, reason):
+            self.choices.append((self.tokens, o, reason))
         if len(self.curve) * 100 <= self.tokens: self.curve.append((self.tokens, self.ms - self.best_ms))
         self.tokens += e; self.ms += s.cost[o]; self.best_ms += e / s.rate[s.best]
         self.steps[o] = self.steps.get(o, 0) + 1
