@@ -55,7 +55,7 @@ class Look:
     option: Option
     step: Step
     left: int                         # steps to go
-    rate: float | None                # tokens per second given up meanwhile; None: nothing known yet
+    rate: float | None                # tokens per second given up meanwhile; None: unknown
     sample: bool                      # after acceptance (may end early) rather than cost
 
 @dataclass(slots=True)
@@ -78,7 +78,8 @@ def surprise(b: Bucket, arm: str, c: Cost, odd: bool) -> None:
     "Raise, explain or call off the alarm after a step of `arm`."
     if b.alarm is None:
         if len(c.odd) < (3 if b.look else 4): return
-        if b.slow != 1 and 0.8 < c.factor() * b.slow < 1.25: b.slow, c.odd = 1.0, [] # back to normal
+        back = b.slow != 1 and 0.8 < c.factor() * b.slow < 1.25
+        if back: b.slow, c.odd = 1.0, []
         else: b.alarm, b.others = (arm, c), []
     elif arm == b.alarm[0]:
         if c is not b.alarm[1]: return
@@ -259,7 +260,7 @@ class BudgetState:
             b = self.buckets[w, d] = Bucket(self.buckets.get(near), self.PURSE)
         return b
 
-    def idle(self, arm: str) -> tuple[float, float]: # tokens since it was observed, chance of change
+    def idle(self, arm: str) -> tuple[float, float]: # tokens since observed, chance of change
         acc = self.arms[arm]
         tau = min(2 * self.TAU, max(500.0, (self.TAU + self.tokens) / (1 + acc.changes)))
         return self.tokens - acc.at, 1 - math.exp((acc.at - self.tokens) / tau)
@@ -269,7 +270,8 @@ def as_step(o: Option, v: dict[Option, Value], width: int, reason: str, look: bo
     "An option as an answer, with both estimates."
     kind = GateStep.MeasureDecode if o == PLAIN else GateStep.MeasureVerify
     rival = max((x.tps for p, x in v.items() if p != o), default=None)
-    return Step(kind, o[1], o[0], reason, v[o].tps * width if v else None, rival and rival * width, look)
+    tps = v[o].tps * width if v else None
+    return Step(kind, o[1], o[0], reason, tps, rival and rival * width, look)
 
 def start_look(s: BudgetState, b: Bucket, o: Option, v: dict[Option, Value], width: int,
                rate: float | None, sample: bool, reason: str) -> Step:
@@ -294,7 +296,8 @@ def switch(s: BudgetState, v: dict[Option, Value], old: Held, new: Option, width
     s.switches += 1
     log.log(logging.INFO if a[0] != b[0] else logging.DEBUG, 'gate %s', sw)
 
-def decide(s: BudgetState, b: Bucket, width: int, ks: Mapping[str, Sequence[int]], key: Any) -> Step:
+def decide(s: BudgetState, b: Bucket, width: int, ks: Mapping[str, Sequence[int]],
+           key: Any) -> Step: # key: the offers, hashable
     "Choose what to run in this bucket with these options."
     p, b.look = b.cells.get(PLAIN), None
     if p is None or p.n < 3: return start_look(s, b, PLAIN, {}, width, None, False, 'measure plain')
@@ -398,4 +401,5 @@ class BudgetGate(BudgetState):
         now = self.now.step if self.now else None
         kept = {a: x.hazards(7) for a, x in self.arms.items()}
         return dict(acceptance=kept) | gate_snapshot(
-            'budget', now, self.steps, self.looks, self.lost / max(self.tokens, 1), self.switches, self.timeline)
+            'budget', now, self.steps, self.looks, self.lost / max(self.tokens, 1),
+            self.switches, self.timeline)

@@ -50,7 +50,7 @@ def entry_pin_tokens(raw: str | None, # the option as written by the user, None 
     log.warning('entry pin %r is not a whole number >= 0; using %d', raw, ENTRY_PIN)
     return ENTRY_PIN
 
-def entry_pin_forces_verify(min_post_think: int, # least post-think token count over the active batch
+def entry_pin_forces_verify(min_post_think: int, # least post-think count in the active batch
                             pin: int, # width of the pin, tokens
                            ) -> bool: # override a plain decision of the gate for this step?
     "Whether a sequence that has just entered pins this (already eligible) batch to verify."
@@ -69,7 +69,7 @@ class Step:
     k: int = 1                        # verify rows per sequence; 1 is plain
     arm: str = 'plain'                # 'plain' or the kind of the drafter
     reason: str = 'best'              # why this one
-    tps: float | None = None          # expected tokens per second of this choice; None: not measured
+    tps: float | None = None          # tokens per second expected; None: not measured
     rival_tps: float | None = None    # the same of the best alternative
     look: bool = False                # run to learn something, not because it is thought to be best
 
@@ -104,7 +104,7 @@ class Gate(Protocol):
     "Chooses the next step from what earlier steps delivered. One owner thread; never blocks."
     timeline: deque[Switch]           # the last switches
     def next_step(self, width: int, ks: Mapping[str, Sequence[int]], context: int) -> Step: ...
-    def record(self, r: StepResult) -> None: ... # its arm is the one that was asked for, also when it was silent
+    def record(self, r: StepResult) -> None: ... # arm: the one asked for, even if it was silent
     def snapshot(self) -> dict[str, Any]: ...    # plain data
 
 def gate_snapshot(gate: str,          # name of the gate
@@ -193,7 +193,7 @@ class WindowState:
     MIN_PARTIAL: ClassVar[int] = 8            # fewest steps of a window closed early
 
     reprobe_tokens: int = 256                 # in Serial, recorded tokens until verify is probed
-    serial_refresh_tokens: int = 1024         # in Mtp, until plain is probed, times the width bucket
+    serial_refresh_tokens: int = 1024         # in Mtp, until plain is probed; times the width
     mode: GateMode = GateMode.Mtp
     probing: bool = False
     probe_windows_left: int = 0

@@ -26,10 +26,10 @@ __all__ = ['ROUND_MS', 'SMOLLM2', 'Scene', 'table', 'Workload', 'draw', 'Run', '
 class Scene:
     "A world that stands still."
     ms: Mapping[Option, float]        # cost of a step per (arm, K); ('plain', 1) must be there
-    accept: Mapping[str, Sequence[float]] # per arm: chance that draft 1, 2, ... is kept when reached
+    accept: Mapping[str, Sequence[float]] # per arm: chance that draft 1, 2, ... is kept
     width: int = 1                    # sequences in a step
     context: int = 300                # context length, tokens
-    silent: Mapping[str, float] = field(default_factory=dict) # per arm: chance of having nothing to propose
+    silent: Mapping[str, float] = field(default_factory=dict) # per arm: chance of no proposal
     replay: float = 0.0               # extra ms when any draft was rejected
 
     def __post_init__(self):
@@ -43,7 +43,8 @@ class Scene:
     def _expect(self, arm: str, k: int) -> tuple[float, float]: # tokens and ms of a step
         kept, e = 1.0, 1.0
         for h in self.accept.get(arm, ())[:k - 1]: kept *= h; e += kept
-        cost, q = self.ms[arm, k] + self.replay * (1 - kept ** self.width), self.silent.get(arm, 0.0)
+        cost = self.ms[arm, k] + self.replay * (1 - kept ** self.width)
+        q = self.silent.get(arm, 0.0)
         return self.width * ((1 - q) * e + q), (1 - q) * cost + q * self.ms[PLAIN]
 
 def table(plain: float, verify: Mapping[int, float], # ms of a plain step; K -> ms of a round
@@ -58,11 +59,11 @@ class Workload:
     name: str
     bound: float                      # largest share that may be lost
     scene: Callable[[int, float], Scene] # (step, tokens so far) -> scene
-    stretch: Callable[[int, Option], float] | None = None # (step, option) -> factor on the time seen
+    stretch: Callable[[int, Option], float] | None = None # factor on the time seen
     first: float = 1.0                # factor on the first step of every option (compilation)
     late: tuple[float, float] = (0.0, 1.0) # chance of a late step, and its factor
 
-def draw(rng: random.Random, hazards: Sequence[float], k: int) -> int: # drafts kept in a round of k rows
+def draw(rng: random.Random, hazards: Sequence[float], k: int) -> int: # rows -> drafts kept
     n = 0
     while n < k - 1 and rng.random() < hazards[n]: n += 1
     return n
@@ -79,18 +80,20 @@ class Run:
     choices: list[tuple[float, Option, str]] = field(default_factory=list) # tokens, option, reason
 
     @property
-    def lost(self) -> float: return 1 - self.best_ms / self.ms # against the best choice at every step
+    def lost(self) -> float: # against the best choice at every step
+        return 1 - self.best_ms / self.ms
     @property
     def lost_fixed(self) -> float: # against the best single option; below 0: better than that
         options = {o for s, _ in self.scenes.values() for o in s.ms}
-        at = lambda s, o: s.rate.get(o, s.rate[PLAIN])
-        return 1 - min(sum(t / at(s, o) for s, t in self.scenes.values()) for o in options) / self.ms
+        time = lambda o: sum(t / s.rate.get(o, s.rate[PLAIN]) for s, t in self.scenes.values())
+        return 1 - min(map(time, options)) / self.ms
 
     def add(self, s: Scene, o: Option, reason: str) -> None:
         e = s.tokens[o]
         if not self.choices or self.choices[-1][1:] != (o, reason):
             self.choices.append((self.tokens, o, reason))
-        if len(self.curve) * 100 <= self.tokens: self.curve.append((self.tokens, self.ms - self.best_ms))
+        if len(self.curve) * 100 <= self.tokens:
+            self.curve.append((self.tokens, self.ms - self.best_ms))
         self.tokens += e; self.ms += s.cost[o]; self.best_ms += e / s.rate[s.best]
         self.steps[o] = self.steps.get(o, 0) + 1
         self.scenes[id(s)] = (s, self.scenes.get(id(s), (s, 0.0))[1] + e)
@@ -114,8 +117,8 @@ def simulate(gate: WindowGate | BudgetGate, w: Workload, tokens: int = 20_000, s
         if w.stretch: ms *= w.stretch(step, o)
         if w.late[0] and rnd() < w.late[0]: ms *= w.late[1]
         if w.first > 1 and (o, s.width) not in seen: seen.add((o, s.width)); ms *= w.first
-        r = StepResult('verify' if speaks else 'plain', ms / 1000, kept + s.width, st.k if speaks else 1,
-                       drafts, kept, st.arm, s.width)
+        kind, k = ('verify', st.k) if speaks else ('plain', 1)
+        r = StepResult(kind, ms / 1000, kept + s.width, k, drafts, kept, st.arm, s.width)
         if rows and isinstance(gate, BudgetGate): gate.record(r, [(st.k - 1, n) for n in each])
         else: gate.record(r)
         run.add(s, o, st.reason)
@@ -125,7 +128,7 @@ def simulate(gate: WindowGate | BudgetGate, w: Workload, tokens: int = 20_000, s
 # %% ../nbs/28_gatesim.ipynb #a52295cb
 def ratio(r: float, # throughput of the best K against plain decoding
           width: int = 1, context: int = 300, plain: float = 10.0) -> Scene:
-    "K = 3 is best, worth r; K = 2 is worth 0.86 r and K = 4 0.96 r. Drafts are kept with chance 0.7."
+    "K = 3 is best and worth r; K = 2 is worth 0.86 r, K = 4 0.96 r. Drafts are kept with chance 0.7."
     e3 = 1 + 0.7 + 0.49
     costs = {k: plain * e3 / r * c for k, c in {2: 0.9, 3: 1.0, 4: 1.2}.items()}
     return Scene(table(plain, costs), {'head': (0.7,) * 3}, width, context)
@@ -168,7 +171,8 @@ def smollm2(h: float) -> Workload: # chance that a draft is kept
 def contract() -> dict[str, list[Workload]]:
     "The workloads that the bounds of the contract are written for, by kind."
     return dict(
-        still=[*map(stationary, (0.5, 0.7, 0.9, 0.95, 1.05, 1.1, 1.5, 2.0)), spike(0.7), spike(1.5)],
+        still=[*map(stationary, (0.5, 0.7, 0.9, 0.95, 1.05, 1.1, 1.5, 2.0)),
+               spike(0.7), spike(1.5)],
         moving=[*map(widths, (8, 16, 24, 31, 40)), contexts(),
                 texts(1000, 0.05), texts(3000, 0.025), texts(10000, 0.015)],
         measured=[*map(measured, ROUND_MS), *map(smollm2, (0.05, 0.3, 0.6, 0.9))])
@@ -193,7 +197,8 @@ def disturbed(every: int, steps: int, factor: float) -> Workload:
 
 def drift(period: int) -> Workload: # tokens
     ms = table(10, {2: 13, 3: 14.5, 4: 16})
-    scenes = [Scene(ms, {'head': (0.45 + 0.4 * math.sin(math.pi * i / 32),) * 3}) for i in range(64)]
+    waves = [0.45 + 0.4 * math.sin(math.pi * i / 32) for i in range(64)]
+    scenes = [Scene(ms, {'head': (h,) * 3}) for h in waves]
     return Workload(f'drift, {period}', 0.045, lambda i, t: scenes[int(t * 64 / period) % 64])
 
 def growth() -> Workload:
@@ -208,8 +213,10 @@ def growth() -> Workload:
 def arms(share: float, burst: int, head: float) -> Workload:
     "Head always; lookup in a share of the steps, in bursts; prediction now and then."
     cheap, dear = ({k: 10 * (1 + c * (k - 1)) for k in range(2, 9)} for c in (0.06, 0.12))
-    accept = {'head': [head * 0.97 ** j for j in range(7)], 'lookup': (0.8,) * 7, 'prediction': (0.93,) * 7}
-    def at(*there): return Scene(table(10, dear) | {(a, k): c for a in there for k, c in cheap.items()}, accept)
+    accept = {'head': [head * 0.97 ** j for j in range(7)], 'lookup': (0.8,) * 7,
+              'prediction': (0.93,) * 7}
+    def at(*there):
+        return Scene(table(10, dear) | {(a, k): c for a in there for k, c in cheap.items()}, accept)
     scenes = at(), at('lookup'), at('prediction'), at('lookup', 'prediction')
     rng, found, said, plan = random.Random(7), False, False, []
     for _ in range(20_000):
@@ -219,12 +226,13 @@ def arms(share: float, burst: int, head: float) -> Workload:
     return Workload(f'arms, lookup {share}', 0.025, lambda i, t: plan[i])
 
 def silent(q: float) -> Workload: # chance that the lookup has nothing to propose
-    s = Scene(table(10, {k: 10 * (1 + 0.06 * (k - 1)) for k in (2, 4, 8)}, 'lookup'), {'lookup': (0.8,) * 7},
-              silent={'lookup': q})
+    ms = table(10, {k: 10 * (1 + 0.06 * (k - 1)) for k in (2, 4, 8)}, 'lookup')
+    s = Scene(ms, {'lookup': (0.8,) * 7}, silent={'lookup': q})
     return Workload(f'silent, {q}', 0.04, lambda i, t: s)
 
 def rough() -> list[Workload]:
     "Workloads with the troubles of real machines; the bounds are ours."
-    return [first_steps(0.7), first_steps(1.5), late_steps(0.7), late_steps(1.5), replay(0.5), replay(0.9),
-            disturbed(500, 7, 5.0), disturbed(700, 100, 2.0), drift(4000), drift(20000), growth(),
+    return [first_steps(0.7), first_steps(1.5), late_steps(0.7), late_steps(1.5),
+            replay(0.5), replay(0.9), disturbed(500, 7, 5.0), disturbed(700, 100, 2.0),
+            drift(4000), drift(20000), growth(),
             arms(0.3, 20, 0.6), arms(0.1, 5, 0.6), arms(0.6, 50, 0.2), silent(0.5), silent(0.9)]
