@@ -1,4 +1,4 @@
-"""Five commands, one sentence per mistake.
+"""A few commands, one sentence per mistake.
 
 Docs: https://mlxspec.github.io/mlxspec/cli.html.md"""
 
@@ -13,13 +13,13 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from .config import ALL, TABLE, Settings, load_settings, near_miss, settings_table
+from .config import ALL, TABLE, Settings, either, load_settings, near_miss, settings_table
 from .core import ConfigError, MlxspecError
 
 # %% auto #0
-__all__ = ['Command', 'COMMANDS', 'Parser', 'add_options', 'command', 'parser_of', 'overview', 'version', 'unknown', 'parse',
-           'load', 'console', 'prompt_text', 'response_body', 'print_stream', 'generate', 'demo', 'serve', 'probe',
-           'run_command', 'main']
+__all__ = ['Command', 'COMMANDS', 'URL', 'Parser', 'add_options', 'command', 'parser_of', 'overview', 'version', 'unknown',
+           'unknown_command', 'parse', 'load', 'console', 'prompt_text', 'response_body', 'with_drafts', 'print_stream',
+           'generate', 'demo', 'serve', 'probe', 'policy_show', 'policy_export', 'policy_clear', 'run_command', 'main']
 
 # %% ../nbs/60_cli.ipynb #130b5faa
 class Parser(argparse.ArgumentParser):
@@ -28,10 +28,10 @@ class Parser(argparse.ArgumentParser):
 
 def add_options(parser: argparse.ArgumentParser,
                 command: str) -> None: # name of a command
-    "Add the flags of all options that `command` takes. What is not given stays out of the namespace."
+    "Add the flags of all options that `command` (its first word) takes. What is not given stays out of the namespace."
     group = parser.add_argument_group('settings', 'each also a variable MLXSPEC_NAME and a key in mlxspec.toml')
     for r in TABLE.values():
-        if command not in r.commands: continue
+        if command.split()[0] not in r.commands: continue
         word = '|'.join(r.choices) or dict(bool='on|off', int='N', float='X', str='TEXT', Path='PATH')[r.kind]
         default = '' if r.default is None or r.kind == 'bool' else f' [{r.default}]'
         bare: dict[str, Any] = dict(nargs='?', const='true') if r.kind == 'bool' else {}
@@ -64,7 +64,8 @@ def parser_of(name: str) -> Parser:
 # %% ../nbs/60_cli.ipynb #c5f81ca1
 def overview() -> str:
     "What `mlxspec --help` prints."
-    lines = [f'  {n:10}{COMMANDS[n][1]}' for n in (*ALL, 'probe', 'version')]
+    shown = (*ALL, 'probe', 'policy show', 'policy export', 'policy clear', 'version')
+    lines = [f'  {n:15}{COMMANDS[n][1]}' for n in shown]
     return '\n'.join(['usage: mlxspec COMMAND [options]', '', *lines, '',
                       '`mlxspec COMMAND --help` lists the options of a command.'])
 
@@ -94,12 +95,19 @@ def unknown(word: str, # first argument that was not understood
     known = [s for a in parser_of(name)._actions for s in a.option_strings]
     return ConfigError(f'Unknown option {flag} of mlxspec {name}.{near_miss(flag, known)}')
 
+def unknown_command(name: str) -> ConfigError:
+    "The sentence about a first word that is no command, or only half of one."
+    if name.startswith('-'): return ConfigError(f'Options come after the command: mlxspec {next(iter(COMMANDS))} {name} ...')
+    second = [c.split()[1] for c in COMMANDS if c.startswith(name + ' ')]
+    if second: return ConfigError(f'mlxspec {name} needs one more word: {either(second)}.')
+    known = list(dict.fromkeys(c.split()[0] for c in COMMANDS))
+    return ConfigError(f'Unknown command {name!r}.' + (near_miss(name, known) or f' There are {", ".join(known)}.'))
+
 def parse(argv: list[str]) -> tuple[Command, argparse.Namespace, dict[str, str]]: # function, own arguments, given options
     "Understand a command line. Raises `ConfigError`."
     name, *rest = argv
-    if name not in COMMANDS:
-        if name.startswith('-'): raise ConfigError(f'Options come after the command: mlxspec {next(iter(COMMANDS))} {name} ...')
-        raise ConfigError(f'Unknown command {name!r}.' + (near_miss(name, COMMANDS) or f' There are {", ".join(COMMANDS)}.'))
+    if rest and f'{name} {rest[0]}' in COMMANDS: name, *rest = f'{name} {rest[0]}', *rest[1:]
+    if name not in COMMANDS: raise unknown_command(name)
     args, extra = parser_of(name).parse_known_args(rest)
     if extra: raise unknown(extra[0], name)
     given = {n: vars(args).pop(n) for n in TABLE if n in args}
@@ -135,6 +143,12 @@ def response_body(engine: Any, text: str, seed: int | None = None) -> dict:
     asked = dict(messages=[dict(role='user', content=text)]) | ({} if seed is None else dict(seed=seed))
     return asyncio.run(whole(host, read_chat(asked)))
 
+def with_drafts(settings: Settings, n: int | None) -> Settings: # n: drafts per round; None: as configured
+    "Settings for one run with K = n + 1. No verdict speaks for that K, and this run shall not make one: the head is pinned."
+    if n is None: return settings
+    if not 0 <= n <= 15: raise ConfigError(f'--num-draft-tokens must be a whole number between 0 and 15, not {n}.')
+    return settings.replace(draft_block_size=n + 1, enable_mtp_b1=settings.enable_mtp_b1 is not False)
+
 def print_stream(engine: Any, prompt: Any, **params) -> None:
     "Print an answer step by step."
     text = ''
@@ -146,13 +160,14 @@ def print_stream(engine: Any, prompt: Any, **params) -> None:
 @command('generate', 'Answer one prompt', prompt=dict(required=True, metavar='TEXT', help='what to ask; - reads standard input'),
          show=dict(action='store_true', help='mark accepted drafts and say what speculation did'),
          json=dict(action='store_true', help='print the body that the server would answer'),
-         seed=dict(type=int, metavar='N', help='seed of the draws; drawn when not given'))
+         seed=dict(type=int, metavar='N', help='seed of the draws; drawn when not given'),
+         num_draft_tokens=dict(type=int, metavar='N', help='drafts per round in this run; nothing is measured at that number'))
 def generate(args: argparse.Namespace, settings: Settings) -> int:
     "Print one answer."
     import json
 
     from mlxspec.demo import as_chat, marked
-    text = prompt_text(args.prompt)
+    text, settings = prompt_text(args.prompt), with_drafts(settings, args.num_draft_tokens)
     with load(settings) as engine:
         prompt = as_chat(engine, text)
         if args.json: print(json.dumps(response_body(engine, text, args.seed), indent=2, allow_nan=False))
@@ -207,6 +222,35 @@ def probe(args: argparse.Namespace, settings: Settings) -> int:
     report = p.run_probe(settings)
     print(json.dumps(p.as_json(report), indent=2, allow_nan=False) if args.json else p.as_text(report))
     return int(not report.identical)
+
+# %% ../nbs/60_cli.ipynb #057ee906
+URL = dict(metavar='URL', help='ask a running server instead of the stored verdicts')
+
+@command('policy show', 'Say whether drafting with the head pays here, and how that is known', url=URL)
+def policy_show(args: argparse.Namespace, settings: Settings) -> int:
+    "Print what is known in words."
+    from mlxspec import policy_cli as p
+    from mlxspec.hints import hint_dir
+    print(p.show(hint_dir(settings.cache_dir), args.url))
+    return 0
+
+@command('policy export', 'Print the same as JSON', url=URL)
+def policy_export(args: argparse.Namespace, settings: Settings) -> int:
+    "Print what is known for scripts."
+    import json
+
+    from mlxspec import policy_cli as p
+    from mlxspec.hints import hint_dir
+    print(json.dumps(p.export(hint_dir(settings.cache_dir), args.url), indent=2, allow_nan=False))
+    return 0
+
+@command('policy clear', 'Forget the stored verdicts, so that everything is measured again')
+def policy_clear(args: argparse.Namespace, settings: Settings) -> int:
+    "Remove the stored verdicts."
+    from mlxspec import policy_cli as p
+    from mlxspec.hints import hint_dir
+    print(p.clear(hint_dir(settings.cache_dir)))
+    return 0
 
 # %% ../nbs/60_cli.ipynb #63be9269
 def run_command(argv: list[str]) -> int: # exit code

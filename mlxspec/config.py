@@ -153,7 +153,7 @@ class Settings:
     exactness: str = option('auto', 'run only blocks that equal plain decoding; where none does, pad every step alike; or do not probe',
                             PROBE, choices=('auto', 'consistent', 'off'))
     mtp_allow_inexact: bool = option(False, 'speculate although it may change the text')
-    cache_dir: Path | None = option(None, 'where measurements are kept (~/.cache/mlxspec)', PROBE)
+    cache_dir: Path | None = option(None, 'where measurements are kept (~/.cache/mlxspec)', (*PROBE, 'policy'))
     compile: bool | None = option(None, 'compile the sampling law; without it, everywhere but on Linux CPUs', PROBE)
     blas: str = option('auto', 'BLAS loaded before MLX on Linux CPUs: auto, off or the path of a library', ())
     log_level: str = option('warning', 'least severity that is logged', ('serve',),

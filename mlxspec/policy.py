@@ -21,8 +21,8 @@ from .evidence import (MAX_SAMPLES, VERDICTS, WINDOW, Estimate, Sample, Tally, e
 from .hints import Hint, HintFile
 
 # %% auto #0
-__all__ = ['NO_GPU', 'SCHEMA_VERSION', 'STATES', 'REASONS', 'SET_IN', 'State', 'STARVED_AFTER', 'log', 'Pairing', 'Gpu',
-           'gpu_keys', 'check_nulls', 'wire_body', 'health_body', 'MtpPolicySnapshot', 'Unavailable', 'Declined',
+__all__ = ['NO_GPU', 'SCHEMA_VERSION', 'STATES', 'REASONS', 'SET_IN', 'State', 'STARVED_AFTER', 'log', 'NO_VERDICT', 'Pairing',
+           'Gpu', 'gpu_keys', 'check_nulls', 'wire_body', 'health_body', 'MtpPolicySnapshot', 'Unavailable', 'Declined',
            'Forced', 'Profiling', 'Settled', 'first_state', 'static_default', 'settle', 'after_sample', 'after_miss',
            'starved_by', 'measured', 'profiling_fields', 'settled_fields', 'state_fields', 'snapshot_of', 'still_good',
            'MtpPolicy', 'say', 'say_progress', 'say_verdict']
@@ -313,6 +313,8 @@ class MtpPolicy:
         if self.snapshot != old: self.publish(self.snapshot)
 
 # %% ../nbs/23_policy.ipynb #b959313f
+NO_VERDICT = 'no verdict to render'
+
 def say(body: Mapping, # as the endpoint gave it, perhaps from another version of the server
         pair: Pairing | None = None, # the pairing that is being shown; None: the body's own
        ) -> str: # one line
@@ -333,7 +335,7 @@ def say(body: Mapping, # as the endpoint gave it, perhaps from another version o
         case 'unavailable', 'adaptive_disabled':
             return f'not measured: MLXSPEC_MTP_ADAPTIVE is off, MTP is {on}'
         case 'unavailable', 'worker_not_ready': return 'the model is still loading'
-    return 'no verdict to render'
+    return NO_VERDICT
 
 def say_progress(b: Mapping) -> str:
     "How far the measuring is."
