@@ -22,16 +22,17 @@ import mlx.core as mx
 import numpy as np
 
 from . import blas
+from .cache import leaves
 from .law import normalise
 from .strategies import STRATEGIES, OneWay
 from .target import Target, entries_of, put_back, remember
 
 # %% auto #0
 __all__ = ['REAL', 'Steps', 'SHORT', 'LONG', 'EDGE', 'LIMIT_S', 'ALSO', 'log', 'random_ids', 'overheard', 'more_like',
-           'synthetic', 'using', 'Stage', 'set_stage', 'finish', 'walks', 'Difference', 'differing', 'difference',
-           'Block', 'law_differs', 'walk', 'Trial', 'try_width', 'first_contexts', 'further', 'exact_at', 'answers',
-           'next_trial', 'try_all', 'decline_sentence', 'not_run', 'inexact_warning', 'Table', 'all_trials', 'Memo',
-           'recall', 'why_not', 'Exactness']
+           'synthetic', 'using', 'Stage', 'last_rows', 'set_stage', 'finish', 'walks', 'Difference', 'differing',
+           'difference', 'Block', 'law_differs', 'writes_differ', 'walk', 'Trial', 'try_width', 'first_contexts',
+           'further', 'exact_at', 'answers', 'next_trial', 'try_all', 'decline_sentence', 'not_run', 'inexact_warning',
+           'Table', 'all_trials', 'Memo', 'recall', 'why_not', 'Exactness']
 
 # %% ../nbs/08_exactness.ipynb #7f87b568
 REAL = 16 # tokens that are really read
@@ -94,6 +95,7 @@ class Stage:
     ids: list[int]                # tokens that are fed
     said: mx.array                # [n, V] what single steps said after each
     step_s: float                 # median time of one
+    wrote: list[mx.array]         # `last_rows` of the chain
 
     def reset(self) -> None:
         "Back to the beginning."
@@ -108,21 +110,27 @@ class Stage:
 # %% ../nbs/08_exactness.ipynb #3aa9d6a1
 Steps = Generator[None, None, Any] # one forward at a time
 
+def last_rows(target: Target, cache: list, n: int) -> list[mx.array]: # [.., n, D]; fewer from a window that shows fewer
+    "Copies of what the last `n` tokens wrote, where a rollback is nothing but forgetting the last rows."
+    return [mx.contiguous(a[..., -n:, :]) for e in entries_of(cache) for a in leaves(e)] if target.rollback == 'trim' else []
+
 def set_stage(target: Target, context: int, # tokens
               k: int, # widest block that will be tried
               ways: OneWay, # how single steps are run
              ) -> Generator[None, None, Stage]:
     "Fill a cache and run the chain, long enough for all walks."
     cache, ids = synthetic(target, context, seed=context), random_ids(max(2 * k, 12), target.vocab_size, context)
-    stage, rows, times = Stage(target, context, cache, [remember(e) for e in entries_of(cache)], ids, mx.zeros(0), 0.), [], []
+    memory, rows, times = [remember(e) for e in entries_of(cache)], [], []
     for t in ids:
         t0 = time.perf_counter()
         with using(target, ways): rows.append(target.step(mx.array([[t]]), cache).logits[0])
         mx.eval(rows[-1])
         times.append(time.perf_counter() - t0)
         yield
+    wrote = last_rows(target, cache, len(ids))
+    mx.eval(wrote)
+    stage = Stage(target, context, cache, memory, ids, mx.concatenate(rows), statistics.median(times), wrote)
     stage.reset()
-    stage.said, stage.step_s = mx.concatenate(rows), statistics.median(times)
     return stage
 
 def finish(steps: Steps) -> Any:
@@ -133,28 +141,32 @@ def finish(steps: Steps) -> Any:
 
 # %% ../nbs/08_exactness.ipynb #5774408b
 def walks(k: int, # width
+          trims: bool = False, # what a block wrote is compared too
          ) -> list[tuple[int, ...]]: # rows kept by each block of a walk; the last one keeps all
-    "Walks that reject at each position 1..k-1; none is longer than max(2k, 12) rows."
-    again = {2: 4, 3: 2}.get(k, 1)
-    return [((a, k - a, k) if 2 * a < k else (a, k)) * again for a in range(1, k // 2 + 1)]
+    "Walks that reject at each position 1..k-1, or one walk; none is longer than max(2k, 12) rows."
+    again = 3 if k == 2 else 1
+    return [((a, k - a, k) if 2 * a < k else (a, k)) * again for a in range(1, 2 if trims else k // 2 + 1)]
 
-# %% ../nbs/08_exactness.ipynb #a23c3683
+# %% ../nbs/08_exactness.ipynb #d60e32bc
 @dataclass(frozen=True)
 class Difference:
     "The first row that is not what the single step said."
     position: int # row of the block
-    differing: int # bytes of its logits that differ
+    differing: int # bytes of its logits that differ (where all logits are equal: of what it wrote into the cache)
     total: int # bytes of its logits
 
-def differing(rows: mx.array, # [k, V]
-              said: mx.array, # [k, V]
-             ) -> list[int]: # bytes per row
+def differing(rows: mx.array, # [.., k, V]
+              said: mx.array, # [.., k, V]
+             ) -> mx.array: # [k] bytes per row
     "Compare bytes, not values: -0.0 is not 0.0 here, and NaN equals itself."
-    return [int(n) for n in np.array((mx.view(rows, mx.uint8) != mx.view(said, mx.uint8)).sum(axis=-1))]
+    return (mx.view(rows, mx.uint8) != mx.view(said, mx.uint8)).sum(axis=[i for i in range(rows.ndim) if i != rows.ndim - 2])
 
-def difference(rows: mx.array, said: mx.array) -> Difference | None:
+def difference(*pairs: tuple[mx.array, mx.array], # arrays [.., k, D] and what they should be
+              ) -> Difference | None:
     "The first row that differs."
-    return next((Difference(i, d, said.shape[-1] * said.itemsize) for i, d in enumerate(differing(rows, said)) if d), None)
+    counts = np.array(mx.stack([differing(a, b) for a, b in pairs]).sum(axis=0))
+    total = sum(b.nbytes // b.shape[-2] for _, b in pairs)
+    return next((Difference(i, int(d), total) for i, d in enumerate(counts) if d), None)
 
 # %% ../nbs/08_exactness.ipynb #1f5d66dd
 @dataclass(frozen=True)
@@ -167,7 +179,19 @@ class Block:
 def law_differs(rows: mx.array, # [k, V]
                ) -> Difference | None:
     "Whether the law's normalisation depends on how many rows it is given."
-    return difference(normalise(rows), mx.concatenate([normalise(rows[i:i + 1]) for i in range(rows.shape[0])]))
+    return difference((normalise(rows), mx.concatenate([normalise(rows[i:i + 1]) for i in range(rows.shape[0])])))
+
+def writes_differ(stage: Stage, k: int, # rows of a block that has just run
+                  at: int, # they belong to the tokens from here on
+                  rows: int, # that it wrote, with padding
+                 ) -> Difference | None:
+    "Whether a block wrote something else than single steps."
+    pairs: dict[int, list] = {} # by the first token that both can show: `at`, or later in a small window
+    for a, b in zip(last_rows(stage.target, stage.cache, rows), stage.wrote, strict=True):
+        a0, b0 = at + rows - a.shape[-2], len(stage.ids) - b.shape[-2] # tokens of their first rows
+        lo, hi = max(at, a0, b0), at + k
+        if lo < hi: pairs.setdefault(lo, []).append((a[..., lo - a0:hi - a0, :], b[..., lo - b0:hi - b0, :]))
+    return next((d for p in pairs.values() if (d := difference(*p))), None)
 
 def walk(stage: Stage, keeps: tuple[int, ...], ways: OneWay) -> Generator[None, None, list[Block]]:
     "Run a walk, comparing every row of every block, up to the first that differs."
@@ -179,9 +203,10 @@ def walk(stage: Stage, keeps: tuple[int, ...], ways: OneWay) -> Generator[None, 
             rows = txn.forward(ids).logits[0]
             mx.eval(rows)
             seconds = time.perf_counter() - t0
+            first = difference((rows, said)) or writes_differ(stage, k, at, txn.wrote) or (None if at else law_differs(rows))
             txn.commit(keep)
         flips = np.array(mx.argmax(rows, -1)) != np.array(mx.argmax(said, -1))
-        blocks.append(Block(seconds, difference(rows, said) or (None if at else law_differs(rows)), int(flips.sum())))
+        blocks.append(Block(seconds, first, int(flips.sum())))
         at += keep
         yield
         if blocks[-1].first: break
@@ -205,7 +230,7 @@ class Trial:
 def try_width(stage: Stage, k: int, ways: OneWay) -> Generator[None, None, Trial]:
     "Walk a width in one way."
     blocks: list[Block] = []
-    for keeps in walks(k):
+    for keeps in walks(k, stage.target.rollback == 'trim'):
         if not (blocks and blocks[-1].first): blocks += yield from walk(stage, keeps, ways)
     cost = statistics.median(b.seconds for b in blocks) / stage.step_s
     return Trial(stage.context, k, ways.name, blocks[-1].first, cost, stage.step_s, k * len(blocks), sum(b.flips for b in blocks), stage.gap)

@@ -41,7 +41,7 @@ def try_batch(target: Target, rows: int) -> Difference | None: # `position` is t
         cache = target.make_cache()
         target.prefill(mx.array([ids[:-1]]), cache)
         return target.forward(mx.array([ids[-1:]] * n), repeated(cache, n)).logits[:, 0]
-    return difference(said(rows), mx.repeat(said(1), rows, axis=0))
+    return difference((said(rows), mx.repeat(said(1), rows, axis=0)))
 
 # %% ../nbs/34_probe.ipynb #2b651593
 def try_pieces(target: Target, piece: int, # tokens read at once
@@ -52,7 +52,7 @@ def try_pieces(target: Target, piece: int, # tokens read at once
         cache = target.make_cache()
         for i in range(0, READ, n): target.prefill(mx.array([ids[i:min(i + n, READ)]]), cache)
         return target.forward(mx.array([ids[-1:]]), cache).logits[0]
-    return difference(said(piece), said(READ))
+    return difference((said(piece), said(READ)))
 
 # %% ../nbs/34_probe.ipynb #190805e6
 @dataclass(frozen=True)
