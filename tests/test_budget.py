@@ -124,9 +124,21 @@ def test_a_drafter_with_nothing_to_say_costs_nothing():
     for _ in range(40):
         s = g.next_step(1, {'lookup': (2, 4)}, 100)
         g.record(StepResult('plain', .010 if s.arm == 'plain' else .5, 1, arm=s.arm))
-    assert g.bucket(1).cells[PLAIN].mean == pytest.approx(.010) and ('lookup', 4) not in g.bucket(1).cells
+    assert g.steps['lookup'] > 3 and set(g.bucket(1).cells) == {PLAIN}
+    assert g.bucket(1).cells[PLAIN].mean == pytest.approx(.010) and g.arms['lookup'].tried[0] == 0
     run = simulate(BudgetGate(), silent(.9))
     assert run.lost < .01
+
+
+def test_the_first_step_after_a_change_of_arm_is_not_timed():
+    "It fills or drains the pipeline. How far its drafts got counts all the same."
+    g = BudgetGate()
+    for _ in range(4): g.next_step(1, {}, 10); g.record(StepResult('plain', .010, 1))
+    for wall in (9., .012, .012, .012): g.record(StepResult('verify', wall, 2, 2, 1, 1, 'head'))
+    g.record(StepResult('plain', 9., 1))
+    head, plain = g.bucket(1).cells['head', 2], g.bucket(1).cells[PLAIN]
+    assert (head.n, plain.n) == (3, 4) and head.mean == pytest.approx(.012) and not plain.odd
+    assert g.arms['head'].won[0] > 3.9
 
 
 def test_the_machine_is_not_the_arm():
