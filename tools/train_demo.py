@@ -227,7 +227,8 @@ def wire_copying(m, c):
 
 # --- data: chunks of conversations, seeded by their number, cut into batches of like length
 class Data:
-    def __init__(s, seed, steps, tokens=4096, per=1600):
+    def __init__(s, seed, steps, tokens=4096, per=1600, drill=(1900, 2400)):
+        s.drill = drill
         s.tok, s.seed, s.steps, s.tokens, s.per = Tokenizer.from_file(str(TARGET/'tokenizer.json')), seed, steps, tokens, per
     def encode(s, items):
         "(ids, 1 where an answer token is to be predicted) per conversation."
@@ -258,7 +259,11 @@ class Data:
             s.start = chunk, at # a place to begin from when resuming
             r = random.Random(s.seed*1000003 + chunk)
             size = lambda: s.size(at)*(r.random() if r.random() < .6 else 1)
-            bs = s.batches(s.encode([C.conversation(r, size()) for _ in range(s.per)]))
+            if s.drill[0] <= at < s.drill[1]: # short edits for a while: one word in a handful is new, not one in fifty
+                tasks = {**dict.fromkeys(C.TASKS, .3), C.edit: 9, C.spell: 2, C.edit_json: 1}
+                items = [C.conversation(r, .25*r.random(), tasks=tasks) for _ in range(s.per)]
+            else: items = [C.conversation(r, size()) for _ in range(s.per)]
+            bs = s.batches(s.encode(items))
             n = len(bs)//mix
             parts = [bs[i*n:(i+1)*n] for i in range(mix)]
             for p in parts: r.shuffle(p)
@@ -423,13 +428,13 @@ def train_stories(a):
     m = Target(); m.load_state_dict({k: v.float() for k, v in load_file(TARGET/'model.safetensors').items()}); own_stories(m, Data(a.seed+7, 1), a)
 
 def train_head(rank, a):
-    torch.manual_seed(a.seed+1); data = Data(a.seed+7, 1, a.tokens); m = Target(); m.requires_grad_(False)
+    torch.manual_seed(a.seed+1); data = Data(a.seed+7, 1, a.tokens, drill=(0, 0)); m = Target(); m.requires_grad_(False)
     m.load_state_dict({k: v.float() for k, v in load_file(TARGET/'model.safetensors').items()})
     head = Head(); ema = Ema(head); opts = optimisers(head, a.lr); step, spent, start = 0, 0., (0, 0); ck, out = a.work/'head.pt', a.work/'head.jsonl'
     if ck.exists():
         d = torch.load(ck, weights_only=False); head.load_state_dict(d['m']); ema.w = d['ema']; step, spent, start = d['step'], d['spent'], d.get('start', start)
         for o, s in zip(opts, d['opts']): o.load_state_dict(s)
-    held = continue_texts(m, data, data.held(8)) if rank == 0 else None
+    held = data.encode([i for i in data.held(12) if i.task != 'story']) # what the target says, but for its few mistakes
     own, plain, t0, losses = own_stories(m, data, a), data.encode, time.time(), []
     data.encode = lambda items: [own[sum(x[0]) % len(own)] if i.task == 'story' else x for i, x in zip(items, plain(items))]
     for group in data.stream(step, start=start):
