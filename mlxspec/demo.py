@@ -24,8 +24,8 @@ __all__ = ['PROMPTS', 'RUNS', 'MAX_TOKENS', 'BUDGET_S', 'BOTH', 'ACCEPTED', 'QUO
 
 # %% ../nbs/52_demo.ipynb #775f09c5
 PROMPTS = (
-    'Replace river with castle in: the old sailor walked along the river to the bridge and told the '
-    'children by the river how the storm had come up the river in the night',
+    'Change the color to green in this JSON: {\n  "name": "Anna",\n  "city": "Rome",\n  "color": "white",\n  "animal": "tiger",\n'
+    '  "active": false,\n  "job": "painter",\n  "month": "December",\n  "day": "Tuesday",\n  "score": 9\n}',
     'Count from 1 to 30.',
     'Tell a short story about Anna.',
 )
