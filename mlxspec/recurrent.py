@@ -8,7 +8,7 @@ Docs: https://mlxspec.github.io/mlxspec/recurrent.html.md"""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,7 +59,7 @@ def listen(model: nn.Module, # an mlx-lm model
     return list(found.values())
 
 @contextmanager
-def recording(homes: list[Any]) -> Iterator[Tape]: # from `listen`
+def recording(homes: list[Any]) -> Generator[Tape]: # from `listen`
     "Record the forwards whose graph is built inside."
     tape, originals = Tape(), [getattr(h, _UPDATE) for h in homes]
     def listener(original):
