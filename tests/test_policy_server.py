@@ -1,0 +1,383 @@
+"""The policy of a server that really runs: every state, every precedence, golden bodies, and what requests tell meanwhile.
+
+The first half asks `mlxspec serve` in a process of its own, one per state, with a tiny target and a random head. The second half builds the
+same application in this process, which is quicker, for all combinations of the environment."""
+import contextlib
+import itertools
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+from test_policy import CONTRACT, EXAMPLES, GPU, WHY
+
+from mlxspec import cli, server
+from mlxspec.config import load_settings
+from mlxspec.core import ConfigError
+from mlxspec.engine import Engine
+from mlxspec.evidence import Estimate, Sample
+from mlxspec.hints import Hint, HintFile, all_hints, hint_dir
+from mlxspec.policy import MtpPolicySnapshot, say
+from mlxspec.tiny import save_tiny, save_tiny_mtp
+
+T = 60  # seconds after which a wait counts as a hang
+MLXSPEC = str(Path(sys.executable).with_name('mlxspec'))
+WIRE = set(MtpPolicySnapshot.unavailable('worker_not_ready', None).wire())
+EST = Estimate(1.34, 1.21, 1.48, 10.2, 7.6, 2.9, (.8, .6), .625)
+ENABLE = Hint('enable', 'measured', .63, 4, 4, EST, 1.77e9, 'tiny', 'head')
+
+
+@pytest.fixture(scope='module')
+def tiny(tmp_path_factory):
+    "Directories of a target and a head."
+    root = tmp_path_factory.mktemp('models')
+    return save_tiny(root/'tiny', 'qwen3'), save_tiny_mtp(root/'head')
+
+
+def get(url):
+    with urllib.request.urlopen(url, timeout=T) as r: return json.load(r)
+
+
+class Served:
+    "`mlxspec serve` in a process of its own."
+    def __init__(self, cache, tiny, *args, drafter=None, **env):
+        with socket.create_server(('127.0.0.1', 0)) as s: port = s.getsockname()[1]
+        self.url, env = f'http://127.0.0.1:{port}', {f'MLXSPEC_{k}': v for k, v in env.items()}
+        command = [MLXSPEC, 'serve', '--port', str(port), '--model', tiny[0], '--drafter', drafter or tiny[1], *args]
+        self.p = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                                  env={**os.environ, 'MLXSPEC_CACHE_DIR': str(cache), **env})
+
+    def __enter__(self): return self
+    def __exit__(self, *_):
+        if self.p.poll() is None: self.p.kill()
+        self.p.communicate()
+
+    def first(self):
+        "What the endpoint says as soon as anybody answers."
+        end = time.monotonic() + T
+        while time.monotonic() < end and self.p.poll() is None:
+            with contextlib.suppress(urllib.error.URLError, ConnectionError): return self.policy()
+            time.sleep(.01)
+        raise AssertionError(self.p.communicate())
+
+    def ready(self):
+        "Wait until the model is loaded."
+        line = self.p.stdout.readline()
+        assert re.fullmatch(r'mlxspec serves .* at .*\n', line), (line, self.p.communicate(timeout=T))
+        return self
+
+    def policy(self):
+        body = get(self.url + '/v1/internal/mtp-policy')
+        assert set(body) == WIRE and body['schema_version'] == 1
+        return body
+
+    def ask(self, n=48, **more):
+        body = dict(messages=[dict(role='user', content='ab cd')], max_tokens=n, ignore_eos=True) | more
+        r = urllib.request.Request(self.url + '/v1/chat/completions', json.dumps(body).encode(), {'content-type': 'application/json'})
+        return get(r)
+
+    def stop(self):
+        self.p.send_signal(signal.SIGTERM)
+        out, err = self.p.communicate(timeout=T)
+        assert self.p.returncode == 0, err
+        return err.splitlines()
+
+
+def state(body): return body['reason'] or body['state'], body['mtp_enabled']
+def drafted(answer): return answer['metrics']['speculative_decoding']['num_draft_tokens']
+def adds_up(answer):
+    m, ours = answer['metrics']['speculative_decoding'], answer['metrics']['mlxspec']
+    assert sum(ours['arms'].values()) == m['num_spec_steps'] + ours['plain_steps'] and ours['arms'].get('plain', 0) == ours['plain_steps']
+    return ours
+
+
+# ---- states, for real
+
+@pytest.fixture(scope='module')
+def life(tiny, tmp_path_factory):
+    "A server from its first breath to a verdict: what the endpoint said on the way, the answers, the log, and the cache it leaves."
+    cache, seen = tmp_path_factory.mktemp('cache'), dict(answers=[], bodies=[])
+    with Served(cache, tiny, '--log-level', 'info') as s:
+        seen['first'] = s.first()
+        s.ready()
+        seen['bodies'].append(s.policy())
+        seen['short'], seen['after_short'] = s.ask(4), s.policy()
+        seen['off'], seen['after_off'] = s.ask(speculation=dict(disable=True)), s.policy()
+        while seen['bodies'][-1]['state'] == 'profiling' and len(seen['answers']) < 40:
+            seen['answers'].append(s.ask())
+            seen['bodies'].append(s.policy())
+        seen['last'], seen['health'] = s.ask(), get(s.url + '/health')
+        seen['shown'] = subprocess.run([MLXSPEC, 'policy', 'show', '--url', s.url + '/v1'], capture_output=True, text=True)
+        seen['log'] = s.stop()
+    return seen | dict(cache=cache)
+
+
+def test_while_the_model_loads_nobody_knows(life):
+    body = life['first']
+    assert state(body) == ('worker_not_ready', None) and say(body) == 'the model is still loading'
+    assert [k for k in CONTRACT if body[k] is not None] == ['schema_version', 'state', 'reason', 'samples', 'samples_required']
+
+
+def test_profiling_counts_qualifying_samples(life):
+    start, bodies = life['bodies'][0], [b for b in life['bodies'] if b['state'] == 'profiling']
+    assert state(start) == ('profiling', True) and start['acceptance_rate'] is None
+    assert (start['target'], start['drafter'], start['block_size']) == ('tiny', 'head', 3) and start['hardware']
+    assert life['after_short'] == life['after_off'] == start                         # too short, and not the policy's business
+    assert [b['samples'] for b in bodies] == list(range(len(bodies))) and len(bodies) >= 2
+    for b in bodies:
+        assert b['samples_remaining'] == b['samples_required'] - b['samples'] >= 1 and b['mtp_enabled']
+        assert say(b) == f'measuring: {b["samples"]} of {b["samples_required"]} single-request generations done'
+        assert (b['estimated_speedup'] is None) == (b['samples'] == 0)
+
+
+def test_a_random_head_is_declined(life):
+    body = life['bodies'][-1]
+    assert state(body) == ('settled', False) and body['verdict'] == 'decline' and body['settled_by'] == 'measured' and not body['restored']
+    assert body['samples'] >= 2 and body['samples_remaining'] is None and body['speedup_high'] < 1
+    assert body['exactness']['level'] == 'identical'
+    assert 'measured, MTP is off' in life['shown'].stdout and life['shown'].stdout.startswith('tiny with head, on ') and not life['shown'].stderr
+
+
+def test_requests_tell_which_arm_ran_and_why(life):
+    for answer in life['answers']:
+        ours = adds_up(answer)
+        assert set(ours['arms']) == {'plain', 'qwen3_5_mtp'} and ours['no_draft_reasons']['profiling'] and ours['level'] == 'identical'
+        assert set(ours['gate']) == {'switches', 'looks', 'tps', 'rival_tps', 'regret_tokens'}
+    assert adds_up(life['off'])['arms'] == {'plain': 48} and life['off']['metrics']['mlxspec']['no_draft_reasons'] == {'disabled': 48}
+    assert adds_up(life['last'])['arms'] == {'plain': 48} and life['last']['metrics']['mlxspec']['no_draft_reasons'] == {'policy': 48}
+    texts = {a['choices'][0]['message']['content'] for a in (*life['answers'], life['off'], life['last'])}
+    assert len(texts) == 1                                                           # whatever ran
+
+
+def test_health_tells_the_same(life):
+    h, body = life['health'], life['bodies'][-1]
+    assert h['observability']['mtp_policy'] == {'status': body['state']} | {
+        k: v for k, v in body.items() if k not in ('schema_version', 'state', 'samples_remaining')}
+    gate = h['speculation']['gate']
+    assert gate['gate'] == 'budget' and set(gate['steps']) == {'plain', 'qwen3_5_mtp'} and gate['last_switches'] == []
+    assert not [line for line in life['log'] if 'WARNING' in line or 'ERROR' in line]
+
+
+def test_a_restart_has_the_verdict_at_once(life, tiny):
+    with Served(life['cache'], tiny) as s:
+        again, old = s.ready().policy(), life['bodies'][-1]
+        assert {k for k in WIRE if again[k] != old[k]} == {'restored'} and again['restored']
+        assert not drafted(s.ask(12)) and s.stop() == []
+
+
+def test_an_enable_is_restored_and_drafts(life, tiny, tmp_path):
+    (key, hint), = all_hints(hint_dir(life['cache']))
+    assert (hint.target, hint.drafter, hint.verdict) == ('tiny', 'head', 'decline')
+    HintFile(hint_dir(tmp_path), key).save(ENABLE)
+    with Served(tmp_path, tiny, MTP_GATE='force') as s:
+        body = s.ready().policy()
+        assert state(body) == ('settled', True) and body['restored'] and body['verdict'] == 'enable'
+        assert (body['acceptance_rate'], body['samples'], body['estimated_speedup']) == (.63, 4, 1.34)
+        answer = s.ask()
+        assert drafted(answer) and answer['choices'] == life['off']['choices']
+        assert adds_up(answer)['arms']['qwen3_5_mtp'] > 20 and get(s.url + '/health')['speculation']['gate'] == {'gate': 'force'}
+        assert s.policy() == body and s.stop() == []
+    with Served(tmp_path, tiny, '--draft-block-size', '2') as s: # measured at one K, it says nothing about another
+        assert state(s.ready().policy()) == ('profiling', True) and s.policy()['block_size'] == 2
+
+
+@pytest.mark.parametrize('want, args, env', [
+    (('no_mtp_dispatch', False), ['--drafter', 'lookup'], dict(ENABLE_MTP_B1='1')),
+    (('adaptive_disabled', True), [], dict(MTP_ADAPTIVE='off', ENABLE_MTP_B1='on')),
+    (('forced', False), ['--draft-block-size', '4'], dict(ENABLE_MTP_B1=' NO ', DRAFT_BLOCK_SIZE='5')),
+    (('forced', True), ['--mtp-gate', 'force'], dict(ENABLE_MTP_B1='yes', MTP_GATE='off'))], ids=lambda v: v[0] if isinstance(v, tuple) else '')
+def test_states_without_a_measurement(want, args, env, tiny, tmp_path):
+    with Served(tmp_path, tiny, *args, **env) as s:
+        body = s.ready().policy()
+        assert state(body) == want and body['samples'] == 0 and body['verdict'] is body['acceptance_rate'] is None
+        assert body['block_size'] == (None if body['reason'] else 4 if '4' in args else 3)
+        heads = [adds_up(s.ask())['arms'].get('qwen3_5_mtp', 0) for _ in range(2)]
+        assert all(heads) if want == ('forced', True) else want[1] or not any(heads)
+        assert s.policy() == body and s.stop() == []
+    assert not hint_dir(tmp_path).exists()                                           # neither read nor written
+
+
+def test_a_pair_that_is_not_exact_is_declined_whatever_anybody_pins(tiny, tmp_path):
+    with Served(tmp_path, tiny, EXACTNESS='off', ENABLE_MTP_B1='1') as s:
+        body = s.ready().policy()
+        assert state(body) == ('exactness_declined', False) and body['decline_detail'] == 'exactness probe did not run: MLXSPEC_EXACTNESS is off.'
+        assert (body['target'], body['block_size'], body['verdict']) == ('tiny', 3, None)
+        assert say(body) == 'MTP configured but vetoed; running classic decode: ' + body['decline_detail']
+        answer = s.ask(12)
+        assert not drafted(answer) and answer['metrics']['mlxspec']['no_draft_reasons'] == {'exactness_declined': 12}
+        warned, = s.stop()
+        assert warned.endswith(': ' + body['decline_detail']) and 'WARNING' in warned # one line, exactly this sentence
+
+
+def test_inexact_may_be_allowed_and_is_told(tiny, tmp_path):
+    with Served(tmp_path, tiny, EXACTNESS='off', MTP_ALLOW_INEXACT='true') as s:
+        assert state(s.ready().policy()) == ('profiling', True)
+        ours = adds_up(s.ask())
+        assert ours['level'] == 'none' and 'may change the text' in ours['warning'] and ours['arms']['qwen3_5_mtp']
+        assert len(s.stop()) == 1
+
+
+def test_starvation_says_who_holds_back(tiny, tmp_path):
+    with Served(tmp_path, tiny, '--mtp-gate', 'off') as s:
+        assert s.ready().policy()['starved_by'] == 'gate_off'
+        answer = s.ask()
+        assert not drafted(answer) and answer['metrics']['mlxspec']['no_draft_reasons'] == {'gate_off': 48}
+        body = s.policy()
+        assert state(body) == ('profiling', True) and (body['samples'], body['starved_by']) == (0, 'gate_off')
+        assert say(body) == 'measuring: 0 of 4 single-request generations done; held back by gate_off'
+        assert s.stop() == []
+
+
+# ---- in this process
+
+@pytest.fixture(scope='module')
+def cache(tmp_path_factory): return tmp_path_factory.mktemp('shared-cache')
+
+
+@contextlib.contextmanager
+def application(tiny, cache, given=None, drafter=None, **env):
+    "The application as `serve` builds it, and its engine."
+    environ = dict(MLXSPEC_MODEL=str(tiny[0]), MLXSPEC_DRAFTER=drafter or str(tiny[1]), MLXSPEC_CACHE_DIR=str(cache))
+    settings = load_settings(given, environ | {f'MLXSPEC_{k}': v for k, v in env.items()}, [])
+    with Engine.load(settings=settings) as engine:
+        host = server.Host(engine, make_params=settings.params)
+        client = TestClient(server.make_app(host), base_url='http://127.0.0.1')
+        client.engine, client.policy = engine, lambda: client.get('/v1/internal/mtp-policy').json()
+        yield client
+
+
+SET = dict(drafter=dict(drafter='lookup'), exactness=dict(EXACTNESS='off'), allowed=dict(MTP_ALLOW_INEXACT='1'), adaptive=dict(MTP_ADAPTIVE='0'),
+           on=dict(ENABLE_MTP_B1='1'), off=dict(ENABLE_MTP_B1='0'), hint={}, gate=dict(MTP_GATE='off'), forced=dict(MTP_GATE='force'))
+# Pairs of conditions, and for the veto every triple; what is one variable twice or needs a probe that did not run is left out.
+WORLDS = [w for n in range(4) for w in itertools.combinations(SET, n)
+          if not {'on', 'off'} <= {*w} and not {'gate', 'forced'} <= {*w} and (n < 3 or {'exactness', 'allowed'} <= {*w})]
+
+
+def expected(w):
+    "The list of the contract, from the strongest down."
+    pin = True if 'on' in w else False if 'off' in w else None
+    if 'drafter' in w: return 'no_mtp_dispatch', False
+    if 'exactness' in w and 'allowed' not in w: return 'exactness_declined', False
+    if 'adaptive' in w: return 'adaptive_disabled', bool(pin)                        # no Apple GPU: the static default is off
+    if pin is not None: return 'forced', pin
+    return ('settled', True) if 'hint' in w else ('profiling', True)
+
+
+@pytest.fixture(scope='module')
+def hinted(tiny, tmp_path_factory):
+    "A cache with an enable for every way to be exact."
+    cache = tmp_path_factory.mktemp('hinted')
+    for env in ({}, dict(EXACTNESS='off', MTP_ALLOW_INEXACT='1')):
+        with pytest.MonkeyPatch.context() as m, contextlib.ExitStack() as stack:
+            m.setattr('mlxspec.device.detect', cpu)
+            stack.enter_context(application(tiny, cache, **env)).engine._plan.pilot.policy.hints.save(ENABLE)
+    return cache
+
+
+@pytest.mark.parametrize('world', WORLDS, ids='-'.join)
+def test_precedence(world, tiny, cache, hinted, monkeypatch):
+    monkeypatch.setattr('mlxspec.device.detect', cpu)
+    env = dict(itertools.chain.from_iterable(SET[c].items() for c in world))
+    with application(tiny, hinted if 'hint' in world else cache, **env) as c:
+        body = c.policy()
+        assert state(body) == expected(world) and set(body) == WIRE
+        assert body['starved_by'] == ('gate_off' if 'gate' in world and body['state'] == 'profiling' else None)
+        assert c.get('/health').json()['observability']['mtp_policy']['status'] == body['state']
+    assert not any(h.verdict != 'enable' for _, h in all_hints(hint_dir(cache)))
+
+
+def cpu(**more):
+    from mlxspec.device import Device
+    return Device(**dict(hardware='cpu-x86_64-Unknown-0c', gpu_vendor='Unknown', gpu_device=None, gpu_architecture=None, memory_bytes=None,
+                         compiles=False) | more)
+
+
+@pytest.mark.parametrize('given, env, k', [({}, {}, 3), ({}, '4', 4), (dict(draft_block_size='2'), '4', 2), ({}, ' ', 3)])
+def test_the_flag_beats_the_variable_for_k(given, env, k, tiny, cache):
+    with application(tiny, cache, given, **(dict(DRAFT_BLOCK_SIZE=env) if env else {})) as c: assert c.policy()['block_size'] == k
+
+
+@pytest.mark.parametrize('word, pin', [('1', True), (' TRUE ', True), ('Yes', True), ('on', True), ('0', False), ('False', False), ('no', False), ('OFF', False)])
+def test_words_for_yes_and_no(word, pin, tiny, cache):
+    with application(tiny, cache, ENABLE_MTP_B1=word) as c: assert state(c.policy()) == ('forced', pin)
+
+
+@pytest.mark.parametrize('name', ['MTP_ADAPTIVE', 'ENABLE_MTP_B1', 'MTP_ALLOW_INEXACT', 'DRAFT_BLOCK_SIZE', 'EXACTNESS', 'MTP_GATE'])
+def test_a_wrong_word_is_an_error_at_start(name):
+    with pytest.raises(ConfigError, match=f'MLXSPEC_{name} must be '): load_settings({}, {f'MLXSPEC_{name}': 'maybe'}, [])
+    assert load_settings({}, {f'MLXSPEC_{name}': '  '}, []) == load_settings({}, {}, [])
+
+
+def test_the_cache_dir_decides_which_verdict_is_found(tiny, cache, hinted, monkeypatch):
+    monkeypatch.setattr('mlxspec.device.detect', cpu)
+    for where, want in ((hinted, 'settled'), (cache, 'profiling')):
+        with application(tiny, where) as c: assert c.policy()['state'] == want
+
+
+# ---- golden bodies
+
+@pytest.fixture
+def apple(monkeypatch, tmp_path):
+    "An injected device, and a tiny pair in directories with the names of the contract's examples."
+    def pair(target, drafter, hardware):
+        m = cpu(hardware=hardware, gpu_vendor='Apple', gpu_device='Apple M5 Max', gpu_architecture='applegpu_g17s')
+        monkeypatch.setattr('mlxspec.device.detect', lambda: m)
+        return save_tiny(tmp_path/target, 'qwen3'), save_tiny_mtp(tmp_path/drafter)
+    return pair
+
+
+def golden(client, name):
+    snap, want = EXAMPLES[name]
+    body = client.policy()
+    assert {k: body[k] for k in CONTRACT} == want and list(body)[:len(CONTRACT)] == CONTRACT
+    assert {k: body[k] for k in GPU} == {k: getattr(snap, k) for k in GPU}
+
+
+def test_golden_bodies(apple, tmp_path, monkeypatch):
+    pair, k = apple('Gemma4-12B', 'Gemma4-12B-MTP', 'M5-16c'), dict(DRAFT_BLOCK_SIZE='4')
+    with application(pair, tmp_path, **k) as c:
+        policy = c.engine._plan.pilot.policy
+        for kept in ((20, 13, 10), (20, 14, 10)): c.engine.call(policy.record, Sample(.010, .018, 25, 25 + sum(kept), kept))
+        golden(c, 'profiling')                                                       # 87 of 150 drafts: .58 as it is
+        policy.hints.save(replace(ENABLE, acceptance_rate=.62, estimate=EST._replace(kept=(.8, .6, .5))))
+    with application(pair, tmp_path, **k) as c: golden(c, 'settled')
+    with application(pair, tmp_path, drafter='lookup') as c: golden(c, 'no_drafter')
+    with application(pair, tmp_path, MTP_ADAPTIVE='off') as c: assert state(c.policy()) == ('adaptive_disabled', True) # the static default of an M5
+    monkeypatch.setattr('mlxspec.exactness.Exactness.decline_detail', WHY)
+    pair = apple('gemma-4-31b-it-4bit', 'gemma-4-31b-it-assistant-bf16', 'M5-40c')
+    with application(pair, tmp_path, **k) as c: golden(c, 'declined')
+
+
+# ---- offline only
+
+def test_num_draft_tokens_never_reaches_the_key(tiny, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv('MLXSPEC_CACHE_DIR', str(tmp_path))
+    with application(tiny, tmp_path) as c: c.engine._plan.pilot.policy.hints.save(replace(ENABLE, verdict='decline', written_at=time.time()))
+    files = lambda: {p.name: p.read_bytes() for p in hint_dir(tmp_path).iterdir() if p.suffix == '.json'}
+    before, touched = files(), []
+    for call in ('load', 'save'): monkeypatch.setattr(HintFile, call, lambda self, *a: touched.append(asdict(self.key)))
+    for n in (1, 2, 5):
+        assert cli.main(['generate', '-p', 'ab cd', '--model', str(tiny[0]), '--drafter', str(tiny[1]), '--json', '--max-tokens', '60',
+                         '--mtp-gate', 'force', '--num-draft-tokens', str(n)]) == 0
+        m = json.loads(capsys.readouterr().out)['metrics']['speculative_decoding']
+        assert max(m['per_step_drafted']) == n                                       # K = N + 1, for this run
+    assert not touched and files() == before
+    monkeypatch.undo()
+    with application(tiny, tmp_path) as c: assert (c.policy()['block_size'], state(c.policy())) == (3, ('settled', False))
+
+
+@pytest.mark.parametrize('args, words', [(['serve', '--num-draft-tokens', '3'], 'num-draft-tokens'), (['generate', '-p', 'x', '--num-draft-tokens', '16'], 'between 0 and 15'),
+                                         (['generate', '-p', 'x', '--num-draft-tokens', 'x'], 'num-draft-tokens')])
+def test_num_draft_tokens_belongs_to_generate(args, words, capsys):
+    assert cli.main(args) == 2 and words in capsys.readouterr().err
+    assert 'num_draft_tokens' not in cli.TABLE                                       # no variable, no key in a file
