@@ -38,7 +38,8 @@ def main(capsys, *args):
 def test_help_needs_no_mlx():
     code = ('import sys; from mlxspec.cli import main\ntry: main(sys.argv[1:])\nexcept SystemExit: pass\n'
             'assert not {"mlx", "mlx_lm", "numpy", "rich", "fastapi"} & set(sys.modules)')
-    for args in ([], ['--help'], ['--version'], ['version'], ['serve', '--help'], ['serve', '--print-config']):
+    for args in ([], ['--help'], ['--version'], ['version'], ['serve', '--help'], ['serve', '--print-config'], ['policy', 'show', '--help'],
+                 ['policy', 'show'], ['policy', 'export'], ['policy', 'clear']):
         done = subprocess.run([sys.executable, '-c', code, *args], capture_output=True, text=True)
         assert done.returncode == 0 and done.stdout and not done.stderr, done.stderr
 
@@ -62,6 +63,9 @@ def test_version():
     (['serve', '--scheduler-mode', 'hyper'], ['--scheduler-mode must be serial']), (['serve', '--blas', 'off'], ['MLXSPEC_BLAS']),
     (['serve', '--no-spec', 'maybe'], ['--no-spec must be 1, true']), (['serve', 'now'], ["Unexpected argument 'now'"]),
     (['serve', '--config', 'gone.toml'], ['Cannot read the config file gone.toml']),
+    (['policy'], ['one more word: show, export or clear']), (['policy', 'shwo'], ['one more word']), (['polcy', 'show'], ['Did you mean policy?']),
+    (['policy', 'show', '--port', '1'], ['--port is an option of mlxspec serve']), (['policy', 'show', '--url', 'x'], ['http://']),
+    (['policy', 'show', '--url', 'http://127.0.0.1:1'], ['No server answers at http://127.0.0.1:1']), (['policy', 'clear', '--url', 'http://x'], ['--url']),
     (['generate'], ['--prompt']), (['generate', '-p', ' \n'], ['The prompt is empty.']), (['generate', '-p', '-'], ['The prompt is empty.']),
     (['generate', '-p', 'x', '--host', 'y'], ['--host is an option of mlxspec serve']), (['generate', '-p', 'x', '--seed', 'y'], ['--seed']),
     (['generate', '-p', 'x', '--temperature', 'nan'], ['between 0 and 2'])])
@@ -103,6 +107,28 @@ def test_print_config(tmp_path):
     rows = {line.split()[0]: line.split()[1:] for line in lines}
     assert (rows['port'], rows['host'], rows['top_k']) == (['9', '--port'], ['::1', 'MLXSPEC_HOST'], ['7', 'mlxspec.toml'])
     assert list(rows) == list(cli.TABLE)
+
+
+def test_policy(capsys, tmp_path, monkeypatch):
+    from mlxspec.evidence import Estimate
+    from mlxspec.hints import Hint, HintFile, HintKey, hint_dir
+    show = lambda what: main(capsys, 'policy', what, '--cache-dir', str(tmp_path))
+    assert show('show') == (0, f'Nothing is stored in {tmp_path}/mtp-policy.\n') and show('export') == (0, '[]\n')
+    key = HintKey('t', 'd', 'M5-16c', 4, '0.32.4', '0.32.2')
+    for k, by in ((4, 'measured'), (2, 'static_default')):
+        e = Estimate(1.01, .97, 1.06, 10., 9.9, 2.5, (.5,) * (k - 1), .5)
+        HintFile(hint_dir(tmp_path), HintKey(**vars(key) | dict(block_size=k))).save(Hint('enable', by, .5, 4, 4, e, 1.77e9 + k, 'T', 'D'))
+    (hint_dir(tmp_path)/'0.json').write_text('{}')
+    code, text = show('show')
+    lines = text.splitlines()
+    assert code == 0 and lines[0] == 'T with D, on M5-16c, K = 2' and lines[1].strip() == 'not measured: hardware default, MTP is on'
+    assert lines[4] == 'T with D, on M5-16c, K = 4' and lines[5].strip() == 'measured, MTP is on: 1.01 times plain speed (0.97 to 1.06)'
+    told = json.loads(show('export')[1])
+    assert [(b['schema_version'], b['state'], b['block_size'], b['key']['mlx'], b['settled_by']) for b in told] == [
+        (1, 'settled', 2, '0.32.4', 'static_default'), (1, 'settled', 4, '0.32.4', 'measured')]
+    assert show('clear') == (0, '3 stored verdicts removed.\n') and show('clear') == (0, '0 stored verdicts removed.\n')
+    monkeypatch.setenv('MLXSPEC_CACHE_DIR', str(tmp_path/'elsewhere'))
+    assert 'elsewhere' in main(capsys, 'policy', 'show')[1]
 
 
 def test_generate(capsys):

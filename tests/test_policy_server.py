@@ -53,7 +53,8 @@ class Served:
     def __init__(self, cache, tiny, *args, drafter=None, **env):
         with socket.create_server(('127.0.0.1', 0)) as s: port = s.getsockname()[1]
         self.url, env = f'http://127.0.0.1:{port}', {f'MLXSPEC_{k}': v for k, v in env.items()}
-        command = [MLXSPEC, 'serve', '--port', str(port), '--model', tiny[0], '--drafter', drafter or tiny[1], *args]
+        pair = ['--model', tiny[0], '--drafter', drafter or tiny[1]] if tiny else [] # else the demo pair
+        command = [MLXSPEC, 'serve', '--port', str(port), *pair, *args]
         self.p = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                   env={**os.environ, 'MLXSPEC_CACHE_DIR': str(cache), **env})
 
@@ -236,6 +237,22 @@ def test_starvation_says_who_holds_back(tiny, tmp_path):
         assert state(body) == ('profiling', True) and (body['samples'], body['starved_by']) == (0, 'gate_off')
         assert say(body) == 'measuring: 0 of 4 single-request generations done; held back by gate_off'
         assert s.stop() == []
+
+
+def test_the_demo_pair_is_settled_within_forty_short_requests(tmp_path):
+    say = lambda n: [dict(role='user', content=f'Count from {n} to {n + 14}.')]
+    with Served(tmp_path, None) as s:
+        bodies = [s.ready().policy()]
+        while bodies[-1]['state'] == 'profiling' and len(bodies) <= 40:
+            adds_up(s.ask(64, messages=say(len(bodies)), ignore_eos=False))
+            bodies.append(s.policy())
+        body = bodies[-1]
+        assert (body['target'], body['drafter'], body['state']) == ('mlxspec-demo', 'mlxspec-demo-mtp', 'settled') and len(bodies) - 1 >= body['samples']
+        assert s.stop() == []
+    with Served(tmp_path, None, MTP_GATE='force') as s:
+        again, answer = s.ready().policy(), s.ask(64, messages=say(7), ignore_eos=False)
+        assert {k for k in WIRE if again[k] != body[k]} == {'restored'}
+        assert ('qwen3_5_mtp' in adds_up(answer)['arms']) == (body['verdict'] == 'enable') and drafted(answer) # lookup drafts anyway
 
 
 # ---- in this process
