@@ -2,8 +2,10 @@
 import dataclasses
 import itertools
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -92,6 +94,10 @@ def test_label_sets_hold_the_contract():   # they only grow
     assert set(STATES) >= {'settled', 'profiling', 'forced', 'unavailable', 'exactness_declined'}
     assert set(REASONS) >= {'no_mtp_dispatch', 'adaptive_disabled', 'worker_not_ready'}
     assert set(VERDICTS) >= {'enable', 'decline'}
+
+def test_the_changelog_knows_every_schema_version():
+    text = (Path(__file__).parent.parent/'CHANGELOG.md').read_text()
+    assert re.findall(r'schema version (\d+)', text) == [str(n) for n in range(SCHEMA_VERSION, 0, -1)] # newest first
 
 def test_schema_version_is_in_the_body(monkeypatch):
     assert SCHEMA_VERSION == 1
