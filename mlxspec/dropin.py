@@ -16,10 +16,14 @@ import mlx.core as mx
 from mlx_lm.generate import GenerationResponse, wired_limit
 from mlx_lm.models.cache import make_prompt_cache
 
+from . import device
+from .config import load_settings
 from .core import Chunk, ConfigError, Params, Rows
 from .drafters import lookup # noqa: F401  (registers itself)
 from .drafters.base import build
+from .exactness import AHEAD, finish
 from .law import NO_DRAFTS, TOKEN, Law, checked, normalise
+from .pairing import make_exactness
 from .rounds import Running, open_running, prefill_step, settle, step
 from .sequence import Sequence
 from .target import Target
@@ -84,7 +88,7 @@ def _prompt_ids(chat: ChatFormat, prompt: Any) -> list[int]:
     if not ids: raise ConfigError('The prompt is empty.')
     return ids
 
-def _open(model, tokenizer, prompt, max_tokens, drafter, sampler, processors, prompt_cache, max_kv_size, params) -> tuple[Target, Running]:
+def _open(model, tokenizer, prompt, max_tokens, drafter, sampler, processors, prompt_cache, max_kv_size, k, params) -> tuple[Target, Running]:
     "Everything that can be refused is refused here."
     if max_tokens == 0: raise ConfigError('max_tokens must not be 0 (use -1 for no limit).')
     if bad := [n for n in params if n in _UNSUPPORTED]: raise ConfigError(f'{bad[0]} is not supported by mlxspec.stream_generate.')
@@ -92,10 +96,19 @@ def _open(model, tokenizer, prompt, max_tokens, drafter, sampler, processors, pr
     p = Params(max_tokens=max_tokens if max_tokens > 0 else 2**62, **({'seed': 0} | params))
     ids = _prompt_ids(ChatFormat(target.tokenizer), prompt)
     seq = Sequence(ids, p, TextStream(target.tokenizer.detokenizer, p.stop), frozenset(target.tokenizer.eos_token_ids))
-    names = [n for n in (drafter or 'none').split(',') if n != 'none']
-    run = open_running(target, seq, [build(n, target) for n in names], _law(p, target.vocab_size, sampler, processors))
-    if prompt_cache is not None or max_kv_size: run.cache = prompt_cache or make_prompt_cache(model, max_kv_size)
+    names = [] if sampler else [n for n in (drafter or 'none').split(',') if n != 'none']
+    cache = prompt_cache or make_prompt_cache(model, max_kv_size) if prompt_cache is not None or max_kv_size else None
+    made = _exact(target, tuple(build(n, target) for n in names), k, len(ids) + min(p.max_tokens, AHEAD), cache)
+    run = open_running(target, seq, made, _law(p, target.vocab_size, sampler, processors))
+    if cache is not None: run.cache = cache
     return target, run
+
+def _exact(target: Target, made: tuple, k: int, need: int, cache: list | None) -> tuple: # the drafters, or none
+    "Probe the target where nobody has; a cache of another kind than the one that was probed is not drafted for."
+    if cache is not None and [type(c) for c in cache] != [type(c) for c in target.make_cache()]: return ()
+    x = make_exactness(target, made, device.detect(), load_settings().replace(draft_block_size=k)) if made else None
+    if x: finish(x.probe(need))
+    return () if x and x.declined else made
 
 # %% ../nbs/34_dropin.ipynb #39b01a7a
 def stream_generate(model: Any, # an mlx-lm model, loaded on this thread
@@ -113,7 +126,7 @@ def stream_generate(model: Any, # an mlx-lm model, loaded on this thread
                     stream: Any = None, # MLX stream to run on
                     **params) -> Generator[GenerationResponse]: # fields of mlxspec.Params
     "Generate text token by token: `mlx_lm.stream_generate` with drafts. ConfigError or RequestError for arguments that cannot work."
-    target, run = _open(model, tokenizer, prompt, max_tokens, drafter, sampler, logits_processors, prompt_cache, max_kv_size, params)
+    target, run = _open(model, tokenizer, prompt, max_tokens, drafter, sampler, logits_processors, prompt_cache, max_kv_size, block_size, params)
     progress, k, total = prompt_progress_callback or (lambda *_: None), 1 if sampler else block_size, run.seq.prompt_len
     def on_stream(fn, *args): # a `with` must not stay open over a yield: the caller would run inside it
         if stream is None: return fn(*args)

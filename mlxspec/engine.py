@@ -35,7 +35,7 @@ __all__ = ['Result', 'Plan', 'inside_thought', 'lane', 'explore', 'taking_part',
 device.require_mlx() # before anything that imports it: one sentence, not a linker's message
 
 # %% ../nbs/33_engine.ipynb #2ae66df2
-from .exactness import Exactness
+from .exactness import AHEAD, Exactness
 from .pairing import AUTO_K, DEMO, Drafters, exact_only, gather, make_exactness, make_pilot
 from .rounds import Running, arms, open_running, prefill_step, step
 from .sequence import Sequence
@@ -103,7 +103,7 @@ def explore(run: Running, x: Exactness | None) -> Iterator[str]:
     "Before a request that may come to a length nobody has probed, probe it: once per machine."
     if x is None or not run.guests: return
     t0 = time.perf_counter()
-    for _ in x.probe(run.seq.prompt_len + run.seq.params.max_tokens):
+    for _ in x.probe(run.seq.prompt_len + min(run.seq.params.max_tokens, AHEAD)):
         run.seq.stats.phases.update(dict(probe=time.perf_counter() - t0))
         yield 'probe'
         t0 = time.perf_counter()

@@ -28,7 +28,7 @@ from .strategies import STRATEGIES, OneWay
 from .target import Target, entries_of, put_back, remember
 
 # %% auto #0
-__all__ = ['REAL', 'Steps', 'SHORT', 'LONG', 'EDGE', 'LIMIT_S', 'ALSO', 'log', 'random_ids', 'overheard', 'more_like',
+__all__ = ['REAL', 'Steps', 'SHORT', 'LONG', 'EDGE', 'AHEAD', 'LIMIT_S', 'ALSO', 'log', 'random_ids', 'overheard', 'more_like',
            'synthetic', 'using', 'Stage', 'last_rows', 'set_stage', 'finish', 'walks', 'Difference', 'differing',
            'difference', 'Block', 'law_differs', 'writes_differ', 'walk', 'Trial', 'try_width', 'first_contexts',
            'further', 'exact_at', 'answers', 'next_trial', 'try_all', 'decline_sentence', 'not_run', 'inexact_warning',
@@ -237,6 +237,7 @@ def try_width(stage: Stage, k: int, ways: OneWay) -> Generator[None, None, Trial
 
 # %% ../nbs/08_exactness.ipynb #3b712364
 SHORT, LONG, EDGE = 16, 1056, 8 # tokens; rows before the edge of a window
+AHEAD = 2048 # tokens of an answer whose length nobody knows that are worth a probe
 
 def first_contexts(target: Target, k: int) -> list[int]: # ascending
     "The contexts that are probed at once."

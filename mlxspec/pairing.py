@@ -7,11 +7,15 @@ Docs: https://mlxspec.github.io/mlxspec/pairing.html.md"""
 # %% ../nbs/32_pairing.ipynb #2e9c40c9
 from __future__ import annotations
 
+import hashlib
 import logging
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from . import blas
 from .budget import BudgetGate
@@ -29,9 +33,9 @@ from .policy import Gpu, MtpPolicy, Pairing, static_default
 from .target import Target
 
 # %% auto #0
-__all__ = ['ASSETS', 'DEMO', 'DEMO_HEAD', 'AUTO_K', 'log', 'has_head', 'wanted', 'make', 'Drafters', 'gather', 'hint_key',
-           'make_policy', 'block_size', 'mtp_of', 'probed_width', 'memo_file', 'make_exactness', 'exact_only',
-           'env_bool', 'make_gate', 'make_pilot']
+__all__ = ['ASSETS', 'DEMO', 'DEMO_HEAD', 'AUTO_K', 'log', 'has_head', 'wanted', 'make', 'Drafters', 'gather', 'kernels',
+           'hint_key', 'make_policy', 'block_size', 'mtp_of', 'probed_width', 'weights_fingerprint', 'memo_file',
+           'make_exactness', 'exact_only', 'env_bool', 'make_gate', 'make_pilot']
 
 # %% ../nbs/32_pairing.ipynb #96fb3b1c
 ASSETS = Path(__file__).parent / 'assets' if '__file__' in globals() else Path('../mlxspec/assets')
@@ -82,14 +86,17 @@ def _none(s: Settings, reason: str, sentence: str) -> Drafters:
     return Drafters((), reason, sentence)
 
 # %% ../nbs/32_pairing.ipynb #babcbb6d
-def hint_key(target: Target, head: Any, # None: about the target alone
-             machine: Device, k: int, strategy: str = 'block', # of verify forwards
+def kernels(machine: Device) -> str:
+    "What multiplies matrices on a CPU; nothing on a GPU, where the version of MLX says it."
+    return '' if machine.gpu_device else blas.report().label
+
+def hint_key(target: Target, head: Any, machine: Device, k: int,
+             strategy: str = 'block', # of verify forwards
             ) -> HintKey | None: # None: a model without files is nothing to remember
     "The identity of a measurement."
     if target.path is None: return None
-    cpu = '' if machine.gpu_device else blas.report().label
-    drafter = fingerprint(head.path or target.path) if head else ''
-    return HintKey(fingerprint(target.path), drafter, machine.hardware, k, version('mlx'), version('mlx-lm'), cpu, strategy)
+    return HintKey(fingerprint(target.path), fingerprint(head.path or target.path), machine.hardware, k, version('mlx'), version('mlx-lm'),
+                   kernels(machine), strategy)
 
 def make_policy(target: Target, drafters: tuple[Drafter, ...], machine: Device, s: Settings, publish: Any,
                 exactness: Exactness | None = None, # None: nothing was probed
@@ -120,10 +127,21 @@ def probed_width(drafters: tuple[Drafter, ...], s: Settings) -> int: # 1: no blo
     if s.exactness == 'consistent': return AUTO_K if k <= AUTO_K else 2 * AUTO_K
     return min(k, max((d.max_drafts + 1 for d in drafters), default=1))
 
-def memo_file(target: Target, machine: Device, k: int, s: Settings) -> MemoFile | None: # None: a model without files
+def weights_fingerprint(model: Any, # an mlx-lm model in memory
+                       ) -> str: # 16 hex digits
+    "Identity of a model without files: its code, its configuration, and a few numbers of every weight."
+    weights: Any = tree_flatten(model.parameters()) # (name, array)
+    pieces = [a.reshape(-1)[::max(1, a.size // 16)].view(mx.uint8) for _, a in weights]
+    mx.eval(pieces)
+    h = hashlib.sha256(repr((type(model).__module__, type(model).__qualname__, getattr(model, 'args', None))).encode())
+    for (name, a), piece in zip(weights, pieces, strict=True): h.update(f'{name} {a.shape} {a.dtype} '.encode() + bytes(piece))
+    return h.hexdigest()[:16]
+
+def memo_file(target: Target, machine: Device, k: int, s: Settings) -> MemoFile:
     "Where the probe's trials are kept."
-    key = hint_key(target, None, machine, k, f'probe-{s.exactness}')
-    return MemoFile(hint_dir(s.cache_dir, 'exactness'), key) if key else None
+    weights = fingerprint(target.path) if target.path else weights_fingerprint(target.model)
+    key = HintKey(weights, '', machine.hardware, k, version('mlx'), version('mlx-lm'), kernels(machine), f'probe-{s.exactness}')
+    return MemoFile(hint_dir(s.cache_dir, 'exactness'), key)
 
 def make_exactness(target: Target, drafters: tuple[Drafter, ...], machine: Device, s: Settings) -> Exactness | None:
     "Probe a target, as far as short requests need it; on the owner thread. The target's ways are set."

@@ -78,7 +78,7 @@ def probe(target: Target, k: int, # at least 2
     "Try everything, whether it decides anything or not, and keep it for the next engine."
     x, memo = Exactness(target, k, s.exactness), memo_file(target, machine, k, s)
     finish(x.probe(limit_s=float('inf'), every=True))
-    if memo and x.trials: memo.save(dict(trials=[asdict(t) for t in x.trials]))
+    if x.trials: memo.save(dict(trials=[asdict(t) for t in x.trials]))
     summary = x.summary() | dict(mlx_lm_version=version('mlx-lm'))
     batch, pieces = {str(n): try_batch(target, n) for n in (2, 4, 8)}, {str(n): try_pieces(target, n) for n in (1, 7, 24)}
     return Report(target.name, machine.hardware, k, summary, x.decline_detail, x.trials, batch, pieces)
@@ -103,6 +103,8 @@ def as_text(r: Report) -> str:
             [f'prompt in pieces of {n}: {verdict(d, "step")}' for n, d in r.pieces.items()]
     steps = {t.context: f'{t.step_s * 1e3:.1f} ms at {t.context} tokens' for t in r.trials}
     widths = ', '.join(f'{w} at {c} tokens' for c, w in r.summary['max_width'].items())
+    other = 'Other kernels may be exact: set OPENBLAS_CORETYPE (Haswell, Sandybridge) before the start, or MLXSPEC_EXACTNESS=consistent.'
+    if not r.identical and 'openblas' in r.summary['blas']: apart += ['', other]
     last = r.decline_detail or f'{r.summary["level"]} with {r.summary["strategy"]}; widest K: {widths}.'
     return '\n'.join([head, '', f'{"context":>7} {"K":>3}  {"strategy":14} {"verdict":48} {"cost":>6}', *rows, '',
                       f'A plain step: {", ".join(steps.values())}.', *apart, '', last])

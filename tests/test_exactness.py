@@ -44,7 +44,7 @@ def off_by_one(model, least=2, row=None):
         rows = slice(None) if row is None else min(row, ids.shape[1] - 1)
         bits[:, rows, 7] += 1
         return mx.view(bits, mx.float32)
-    model.__class__ = type('OffByOne', (base,), {'__call__': call, '__module__': base.__module__})
+    model.__class__ = type(f'OffByOne{least}{row}', (base,), {'__call__': call, '__module__': base.__module__})
     return model
 
 
