@@ -108,7 +108,7 @@ PACES: dict[str, Callable[[int, int], int]] = dict(   # (K, number of the step) 
     steady=lambda k, i: k, switching=lambda k, i: k if i // 5 % 2 == 0 else 1)
 
 AXES: dict[str, tuple] = dict(
-    kind=(*KINDS, 'demo') if (DEMO_MTP/'model.safetensors').exists() else tuple(KINDS), dtype=('float32', 'bfloat16'), drafter=(*SCRIPTS, 'lookup', 'mtp', 'self'),
+    kind=(*KINDS, 'demo'), dtype=('float32', 'bfloat16'), drafter=(*SCRIPTS, 'lookup', 'mtp', 'self'),
     k=tuple(range(1, 9)), temperature=(0., .3, 1., 1.7), shape=tuple(SHAPES), pace=tuple(PACES), prompt=tuple(range(len(PROMPTS))))
 
 
