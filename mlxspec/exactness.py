@@ -400,22 +400,23 @@ class Exactness:
                  allow_inexact: bool = False, # run blocks although they are not exact
                  memo: Memo | None = None): # None: try again in every process
         self.target, self.mode, self.allow_inexact, self.memo = target, mode, allow_inexact, memo
-        self.why, self.contexts = why_not(target, mode), first_contexts(target, k)
+        self.why, self.reach = why_not(target, mode), target.context_length
         self.trials = recall(memo.load()) if memo and not self.why else []
         self.table = Table.of(self.trials, k)
 
     def probe(self, need: int = 0, # tokens that a request may come to
               limit_s: float = LIMIT_S, every: bool = False) -> Steps:
-        "Do what is still to be done, one forward at a time. What MLX cannot do is logged and stays unproven."
-        if self.why: return
-        target, k, before = self.target, self.table.k, len(self.trials)
-        self.contexts += further(self.contexts, need, target.context_length, k)
-        try: yield from all_trials(target, self.trials, self.contexts, k, self.mode, limit_s, every)
+        "Do what is still to be done, one forward at a time. What MLX cannot do is logged and not tried again."
+        target, k, known = self.target, self.table.k, list(self.table.known)
+        contexts = known or first_contexts(target, k)
+        more = further(contexts, need, self.reach, k)
+        if self.why or known and not more and not every: return # what a time limit left out stays unproven
+        try: yield from all_trials(target, self.trials, contexts + more, k, self.mode, limit_s, every)
         except (RuntimeError, ValueError, TypeError, MemoryError) as e:
             log.warning('The exactness probe of %s failed.', target.name, exc_info=e)
-            if not self.trials: self.why = f'{type(e).__name__} in a forward'
+            self.reach, self.why = contexts[-1] + 2 * k, None if known else f'{type(e).__name__} in a forward'
         self.table = Table.of(self.trials, k)
-        if self.memo and len(self.trials) > before: self.memo.save(dict(trials=[asdict(t) for t in self.trials]))
+        if self.memo and not self.why: self.memo.save(dict(trials=[asdict(t) for t in self.trials]))
 
     @property
     def rows(self) -> int: return self.table.rows # of every forward; 1: not padded

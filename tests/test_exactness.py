@@ -19,7 +19,7 @@ from mlxspec.config import Settings
 from mlxspec.core import PairError, Params
 from mlxspec.device import Device
 from mlxspec.engine import Engine
-from mlxspec.exactness import Difference, Exactness, Table, Trial, answers, decline_sentence, finish, next_trial, not_run
+from mlxspec.exactness import Difference, Exactness, Table, Trial, answers, decline_sentence, finish, first_contexts, next_trial, not_run
 from mlxspec.strategies import STRATEGIES
 from mlxspec.target import Target
 from mlxspec.tiny import byte_tokenizer, save_tiny, tiny_model
@@ -79,7 +79,7 @@ def test_the_first_wrong_row_is_named(row):
 @pytest.mark.parametrize('dtype', (mx.float32, mx.bfloat16))
 def test_every_kind_of_cache_is_probed_to_the_end(kind, dtype):
     x = probed(target(kind, dtype), k=4)
-    assert {t.width for t in x.trials} == {2, 3, 4} and {t.context for t in x.trials} == set(x.contexts)
+    assert {t.width for t in x.trials} == {2, 3, 4} and {t.context for t in x.trials} == set(first_contexts(x.target, 4))
     assert all(re.fullmatch('identical|none', x.level(k, n)) for k in range(1, 5) for n in (1, 16, 100, 180))
     cache = x.target.make_cache() # nothing of the probe stays behind
     assert x.target.ways.strategy(2, 0) == 'block' and not any(getattr(c, 'offset', 0) for c in cache)
@@ -182,9 +182,9 @@ def test_a_wide_block_is_cut_where_only_narrow_ones_are_exact():
 def test_a_longer_request_probes_further_first():
     with Engine.from_model(tiny_model('llama'), byte_tokenizer(), mtp_gate='force', draft_block_size=2, config=dict(model_type='llama')) as e:
         x = e._plan.exactness
-        before = list(x.contexts)
+        before = x.table.known
         for _ in e.stream('one two three one two three', max_tokens=1500): break
-        assert x.contexts[:len(before)] == before and x.contexts[-1] >= 1500 and x.max_width(1500) == 2
+        assert x.table.known[:len(before)] == before and x.table.known[-1] >= 1500 and x.max_width(1500) == 2
         assert e.generate('one two', max_tokens=1500, ignore_eos=False, speculate=False).stats.phases.get('probe') is None
 
 
