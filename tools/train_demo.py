@@ -226,13 +226,9 @@ def wire_copying(m, c):
     match(l2, 0, said[0], before2, said[0], SAY/6)
 
 # --- data: chunks of conversations, seeded by their number, cut into batches of like length
-# a while of short edits, in which one word in a handful is new and not one in fifty; at the end, more of what was still weak
-DRILL = {**dict.fromkeys(C.TASKS, .3), C.edit: 9, C.spell: 2, C.edit_json: 1}
-FINISH = {**C.TASKS, C.edit: 4, C.copy: 3, C.spell: 4, C.count: 1.2, C.edit_json: 1.6}
-
 class Data:
-    def __init__(s, seed, steps, tokens=4096, per=1600, phases=((1900, 2400), (3400, 10**9))):
-        s.phases = phases
+    def __init__(s, seed, steps, tokens=4096, per=1600, drill=(1900, 2400)):
+        s.drill = drill
         s.tok, s.seed, s.steps, s.tokens, s.per = Tokenizer.from_file(str(TARGET/'tokenizer.json')), seed, steps, tokens, per
     def encode(s, items):
         "(ids, 1 where an answer token is to be predicted) per conversation."
@@ -263,9 +259,10 @@ class Data:
             s.start = chunk, at # a place to begin from when resuming
             r = random.Random(s.seed*1000003 + chunk)
             size = lambda: s.size(at)*(r.random() if r.random() < .6 else 1)
-            drill, finish = (a <= at < b for a, b in s.phases)
-            tasks = DRILL if drill else FINISH if finish else C.TASKS
-            items = [C.conversation(r, .25*r.random() if drill else size(), tasks=tasks) for _ in range(s.per)]
+            if s.drill[0] <= at < s.drill[1]: # short edits for a while: one word in a handful is new, not one in fifty
+                tasks = {**dict.fromkeys(C.TASKS, .3), C.edit: 9, C.spell: 2, C.edit_json: 1}
+                items = [C.conversation(r, .25*r.random(), tasks=tasks) for _ in range(s.per)]
+            else: items = [C.conversation(r, size()) for _ in range(s.per)]
             bs = s.batches(s.encode(items))
             n = len(bs)//mix
             parts = [bs[i*n:(i+1)*n] for i in range(mix)]
@@ -431,7 +428,7 @@ def train_stories(a):
     m = Target(); m.load_state_dict({k: v.float() for k, v in load_file(TARGET/'model.safetensors').items()}); own_stories(m, Data(a.seed+7, 1), a)
 
 def train_head(rank, a):
-    torch.manual_seed(a.seed+1); data = Data(a.seed+7, 1, a.tokens, phases=((0, 0), (0, 0))); m = Target(); m.requires_grad_(False)
+    torch.manual_seed(a.seed+1); data = Data(a.seed+7, 1, a.tokens, drill=(0, 0)); m = Target(); m.requires_grad_(False)
     m.load_state_dict({k: v.float() for k, v in load_file(TARGET/'model.safetensors').items()})
     head = Head(); ema = Ema(head); opts = optimisers(head, a.lr); step, spent, start = 0, 0., (0, 0); ck, out = a.work/'head.pt', a.work/'head.jsonl'
     if ck.exists():
