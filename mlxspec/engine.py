@@ -60,7 +60,7 @@ class Result:
         return f'{s.completion_tokens} tokens in {s.rounds + s.plain_steps} steps; {s.accepted} of {s.drafted} drafts accepted ({", ".join(s.sources)})'
 
     def _repr_html_(self) -> str:
-        mark = '<span style="color:#0072B2;text-decoration:underline" title="{}">{}</span>'
+        mark = '<span style="color:#009E73;text-decoration:underline" title="{}">{}</span>'
         body = ''.join(html.escape(t) if o == 'target' else mark.format(o, html.escape(t)) for t, o in self.pieces)
         return f'<div style="white-space:pre-wrap">{body}</div><small>{html.escape(self.summary())}</small>'
 
@@ -266,10 +266,11 @@ class Engine:
         return dict(scheduler=self._scheduler.snapshot(), speculation=speculation)
 
     def encode(self, prompt: str | list[int] | list[dict]) -> list[int]:
-        "Token ids of a text, of chat messages, or of token ids."
+        "Token ids of a text, of chat messages, or of token ids; RequestError for anything else."
         if isinstance(prompt, str): return self.chat.encode_text(prompt)
-        messages = [m for m in prompt if isinstance(m, dict)]
-        return self.chat.encode(messages) if messages else [t for t in prompt if isinstance(t, int)]
+        messages, ids = [m for m in prompt if isinstance(m, dict)], [t for t in prompt if isinstance(t, int)]
+        if max(len(messages), len(ids)) < len(prompt): raise RequestError('A prompt is text, a list of chat messages or a list of token ids.', 'messages')
+        return self.chat.encode(messages) if messages else ids
 
     def submit(self, prompt: list[int], params: Params, on_chunk: Callable[[Chunk], object] | None = None) -> Job:
         "Queue a request; never blocks. `on_chunk` runs on the owner thread."

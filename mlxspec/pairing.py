@@ -33,19 +33,22 @@ from .policy import Gpu, MtpPolicy, Pairing, static_default
 from .target import Target
 
 # %% auto #0
-__all__ = ['ASSETS', 'DEMO', 'DEMO_HEAD', 'AUTO_K', 'log', 'has_head', 'wanted', 'make', 'Drafters', 'gather', 'kernels',
-           'hint_key', 'make_policy', 'block_size', 'mtp_of', 'probed_width', 'weights_fingerprint', 'memo_file',
-           'make_exactness', 'exact_only', 'env_bool', 'make_gate', 'make_pilot']
+__all__ = ['ASSETS', 'DEMO', 'DEMO_HEAD', 'AUTO_K', 'log', 'is_demo', 'has_head', 'wanted', 'make', 'Drafters', 'gather',
+           'kernels', 'hint_key', 'make_policy', 'block_size', 'mtp_of', 'probed_width', 'weights_fingerprint',
+           'memo_file', 'make_exactness', 'exact_only', 'env_bool', 'make_gate', 'make_pilot']
 
 # %% ../nbs/32_pairing.ipynb #96fb3b1c
 ASSETS = Path(__file__).parent / 'assets' if '__file__' in globals() else Path('../mlxspec/assets')
 DEMO, DEMO_HEAD = ASSETS / 'mlxspec-demo', ASSETS / 'mlxspec-demo-mtp'
 AUTO_K = 8 # verify rows of drafters without a width of their own, when nobody says
 
+def is_demo(target: Target) -> bool:
+    "Whether this is the embedded target."
+    return target.path is not None and target.path.resolve() == DEMO.resolve()
+
 def has_head(target: Target) -> bool:
     "Whether a head came with the target."
-    if target.path is None: return False
-    return target.path.resolve() == DEMO.resolve() or bool(head_tensors(target.path))
+    return is_demo(target) or target.path is not None and bool(head_tensors(target.path))
 
 def wanted(target: Target, option: str | None) -> list[str]: # kinds or directories, in order of preference
     "What the `drafter` option means for this target."
@@ -55,8 +58,7 @@ def wanted(target: Target, option: str | None) -> list[str]: # kinds or director
 def make(name: str, target: Target, block_size: int | None) -> Drafter:
     "One drafter by its name."
     if name != 'head': return build(name, target, block_size)
-    demo = target.path is not None and target.path.resolve() == DEMO.resolve()
-    return build(str(DEMO_HEAD) if demo else 'qwen3_5_mtp', target, block_size)
+    return build(str(DEMO_HEAD) if is_demo(target) else 'qwen3_5_mtp', target, block_size)
 
 # %% ../nbs/32_pairing.ipynb #58d88d5a
 log = logging.getLogger('mlxspec')

@@ -1,7 +1,5 @@
 """Logits that are no numbers: a drafter cannot cause an error with them, and where the target itself computes none, the request
 ends with an error that says so and nobody else notices."""
-import logging
-
 import harness as h
 import mlx.core as mx
 import pytest
@@ -16,12 +14,7 @@ CACHES = ('llama', 'gemma3', 'qwen3_5', 'lfm2') # one target per kind of cache
 IDS = tuple(b'Red, green, red, ')
 
 
-@pytest.fixture(scope='module', autouse=True)
-def quiet():
-    mx.disable_compile()
-    logging.getLogger('mlxspec').setLevel(logging.CRITICAL)
-    yield
-    logging.getLogger('mlxspec').setLevel(logging.WARNING)
+pytestmark = pytest.mark.usefixtures('quiet')
 
 
 def poison(model, token, value=float('nan')):

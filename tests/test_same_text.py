@@ -3,8 +3,6 @@
 Plain decoding gives mlx-lm's tokens; every way to speculate gives plain's. Cases come from tests/harness.py: every two values of
 different axes meet in one of them; the product (an hour) is marked slow.
 """
-import logging
-
 import harness as h
 import mlx.core as mx
 import numpy as np
@@ -18,12 +16,7 @@ TINY = [k for k in h.AXES['kind'] if k != 'demo']
 CACHES = ('llama', 'gemma3', 'qwen3_5', 'lfm2') # one target per kind of cache
 
 
-@pytest.fixture(scope='module', autouse=True)
-def quiet():
-    mx.disable_compile()
-    logging.getLogger('mlxspec').setLevel(logging.CRITICAL)
-    yield
-    logging.getLogger('mlxspec').setLevel(logging.WARNING)
+pytestmark = pytest.mark.usefixtures('quiet')
 
 
 def oracle(answer, script=sc.oracle): return [sc.Scripted(answer, script)]
