@@ -14,6 +14,7 @@ os.environ.update(MLXSPEC_BLAS=chosen, HF_HUB_OFFLINE='1')
 
 # Without ipywidgets tqdm warns in every kernel that imports mlx-lm; nbval would take it for a changed output.
 os.environ['PYTHONWARNINGS'] = 'ignore:IProgress not found'
+os.environ['TRANSFORMERS_NO_ADVISORY_WARNINGS'] = '1'   # as mlx-lm sets it; a notebook may import transformers first
 
 # No config file or measurement of the person who runs the tests is read or written.
 home = tempfile.TemporaryDirectory(prefix='mlxspec-test-')

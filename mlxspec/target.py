@@ -56,6 +56,7 @@ def load_files(path: Path, # a directory from `model_path`
         tokenizer = load_tokenizer(path, eos_token_ids=config.get('eos_token_id'))
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as e: # everything a broken directory raises in mlx-lm
         raise ModelError(f'{path.name} cannot be loaded: {_first_line(e)}') from e
+    tokenizer.model_max_length = int(1e30) # a prompt that is too long is refused by the engine; transformers would warn as well
     return model, tokenizer, config
 
 def _first_line(e: BaseException) -> str:

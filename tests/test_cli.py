@@ -181,7 +181,9 @@ def test_demo_fails_when_a_text_changes(capsys, monkeypatch):
 
 
 def test_an_interrupt_is_quiet():
-    with subprocess.Popen([MLXSPEC, 'demo'], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as p:
+    # A shell that runs the tests in the background makes its children deaf to SIGINT; a person at a terminal does not.
+    listen = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen([MLXSPEC, 'demo'], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=listen) as p:
         p.stdout.readline()                                # the first answer is there
         p.send_signal(signal.SIGINT)
         out, err = p.communicate(timeout=60)

@@ -52,6 +52,13 @@ def test_the_site_has_every_page_once_in_order():
     assert listed == ['index.ipynb', *(p.name for p in NBS if p.name != 'index.ipynb')]
 
 
+@pytest.mark.parametrize('nb', NBS, ids=lambda p: p.stem)
+def test_no_page_keeps_what_went_to_stderr(nb):
+    "It depends on the machine: warnings, progress bars."
+    for c in json.loads(nb.read_text())['cells']:
+        for o in c.get('outputs', []): assert o.get('name') != 'stderr', (c['id'], o['text'])
+
+
 def test_the_option_table_is_in_the_docs():
     out = [''.join(o['data'].get('text/markdown', '')) for c in json.loads((ROOT/'nbs'/'01_config.ipynb').read_text())['cells']
            for o in c.get('outputs', []) if 'data' in o]
