@@ -89,6 +89,7 @@ class Params:
     logprobs_of: str = 'raw'        # 'raw': what the target said; 'processed': what the token was drawn from
     accept_law: str = 'coupled'     # how sampled drafts are accepted: 'coupled' or 'rejection'
     speculate: bool | tuple[str, ...] = True # False: no drafter runs for this request; kinds: only these
+    prediction: str | tuple[int, ...] | None = None # what the answer will probably be (OpenAI): text, or token ids once admitted
 
     def __post_init__(self):
         for name, (lo, hi) in _RANGES.items(): _check_range(name, getattr(self, name), lo, hi)
@@ -124,7 +125,19 @@ class Forward:
     "What the target computed for a block of input rows."
     logits: Any                       # [B, L, V] in the model's dtype
     hidden: Any = None                # [B, L, H] when asked for
-    taps: tuple = ()                  # further hidden states, one [B, L, H] per layer asked for
+    taps: dict[Any, Any] = field(default_factory=dict) # further hidden states, [B, L, H] per layer asked for; 'pre': before the final norm
+
+    def first(self, n: int) -> Forward: # rows
+        "The first rows alone."
+        cut = lambda x: None if x is None else x[:, :n]
+        return Forward(self.logits[:, :n], cut(self.hidden), {k: cut(x) for k, x in self.taps.items()})
+
+    def features(self, row: int = 0, # which sequence of the batch
+                 n: int | None = None, # its first n input rows; None: all
+                ) -> dict[Any, Any] | None: # 'post', 'pre' or a layer's index -> [n, H]; None: nobody asked
+        "What drafters may want to know of the rows of one sequence."
+        if self.hidden is None: return None
+        return {k: x[row, :n] for k, x in {'post': self.hidden, **self.taps}.items()}
 
 @dataclass(frozen=True)
 class Rows:
@@ -243,14 +256,16 @@ class SequenceView(Protocol):
 @runtime_checkable
 class DraftState(Protocol):
     "A drafter's memory of one sequence; belongs to the sequence."
-    def fork(self) -> DraftState: ...   # an independent copy
-    def close(self) -> None: ...        # let go of everything
+    def fork(self, seq: SequenceView) -> DraftState: ... # an independent copy, for another sequence with the same tokens
+    def close(self) -> None: ...                         # let go of everything
+    def save(self) -> Any: ...                           # plain data and arrays for `restore`; None: the tokens are enough
+    def restore(self, saved: Any, rows: int) -> None: ... # into a fresh state: what it was told of the first `rows` input rows
 
 class Drafter(Protocol):
     "A source of guesses. It may be wrong, slow or silent, never able to change the text."
     kind: str                         # label in stats and on the wire
     max_drafts: int                   # most drafts it can make in a round
-    hidden: str | None                # hidden state it needs: None, 'pre' or 'post' (the final norm)
+    hidden: str | tuple[int, ...] | None # hidden states it needs: None, 'post' or 'pre' (the final norm), or layers, side by side
     def open(self, seq: SequenceView) -> DraftState: ...
     def ready(self, state: Any) -> bool: ...  # cheap: would `propose` offer anything for the tokens so far?
     def propose(self, states: list, ks: list[int], laws: list) -> list[Proposal]: ... # ks: most drafts wanted, per state

@@ -23,8 +23,8 @@ from .sequence import Delta, Sequence
 from .target import Target
 
 # %% auto #0
-__all__ = ['CLEAR_EVERY', 'Flight', 'Running', 'open_running', 'promise', 'observe', 'prefill_step', 'detail_of', 'emitted',
-           'to_host', 'launch', 'plain_step', 'chunk_of', 'verify_step', 'settle', 'arms', 'step']
+__all__ = ['CLEAR_EVERY', 'Flight', 'Running', 'open_running', 'tapped', 'promise', 'observe', 'prefill_step', 'detail_of',
+           'emitted', 'to_host', 'launch', 'plain_step', 'chunk_of', 'verify_step', 'settle', 'arms', 'step']
 
 # %% ../nbs/22_rounds.ipynb #ba134ebf
 @dataclass
@@ -32,7 +32,7 @@ class Flight:
     "A plain step that has been queued and not read: the target's next token and what is known of it."
     rows: Rows                        # one row: the choice, not read yet
     detail: dict[str, mx.array]       # log-probabilities when asked for
-    hidden: mx.array | None = None    # [1, H] of its input row, when a drafter wants it
+    features: dict | None = None      # hidden states [1, H] of its input row, when a drafter wants them
 
 @dataclass
 class Running:
@@ -67,8 +67,13 @@ def open_running(target: Target, seq: Sequence, drafters: Seq = (),
     run = Running(seq, law, target.make_cache(), past=law.past(seq.tokens[:seq.prompt_len], seq.output))
     run.guests = [Guest(d, seq) for d in drafters]
     seq.stats.level, seq.stats.warning = promise(target, run)
-    if run.hidden: target.tap()
+    if run.hidden: target.tap(*tapped(drafters))
     return run
+
+def tapped(drafters: Seq) -> list[int | str]: # layers that `Target.tap` is told of
+    "Whose hidden states the drafters read, but for the one after the final norm."
+    wants = [w for d in drafters for w in (d.hidden if isinstance(d.hidden, tuple) else (d.hidden,))]
+    return [w for w in dict.fromkeys(wants) if w not in (None, 'post')]
 
 def promise(target: Target, run: Running) -> tuple[str | None, str | None]: # level, warning
     "What a request may expect of its text: the level of its blocks, unless it asked for a law that keeps less."
@@ -76,10 +81,10 @@ def promise(target: Target, run: Running) -> tuple[str | None, str | None]: # le
     return target.ways.promise(bool(run.guests))
 
 def observe(run: Running, tokens: list[int], # each the one after an input row that stayed
-            hidden: mx.array | None, # [n, H] of those rows
+            features: dict | None, # hidden states [n, H] of those rows, from `Forward.features`
             accepted: int = 0) -> None:
     "Tell the drafters what came."
-    for g in run.guests: g.observe(tokens, hidden, accepted)
+    for g in run.guests: g.observe(tokens, features, accepted)
 
 # %% ../nbs/22_rounds.ipynb #b5df2a90
 def prefill_step(target: Target, run: Running,
@@ -89,8 +94,8 @@ def prefill_step(target: Target, run: Running,
     t0, left = time.perf_counter(), run.seq.prompt_len - 1 - run.read
     if left > 0:
         n, tokens = min(chunk, left), run.seq.tokens
-        hidden = target.prefill(mx.array([tokens[run.read:run.read + n]]), run.cache, run.hidden)
-        observe(run, tokens[run.read + 1:run.read + n + 1], None if hidden is None else hidden[0])
+        f = target.prefill(mx.array([tokens[run.read:run.read + n]]), run.cache, run.hidden)
+        observe(run, tokens[run.read + 1:run.read + n + 1], f.features())
         run.read += n
         mx.clear_cache()
     run.seq.stats.prefill_s += time.perf_counter() - t0
@@ -127,7 +132,7 @@ def launch(target: Target, run: Running, token: mx.array) -> Flight: # token: [1
     rows = run.law.rows(f.logits[0], position, run.past, mask=run.law.masks(run.seq.output))
     detail = detail_of(rows, rows.choice, run.seq.params)
     mx.async_eval(rows.choice, *detail.values())
-    return Flight(rows, detail, None if f.hidden is None else f.hidden[0])
+    return Flight(rows, detail, f.features())
 
 def plain_step(target: Target, run: Running,
                ahead: bool = True, # queue the next step before this one is read
@@ -141,7 +146,7 @@ def plain_step(target: Target, run: Running,
     token, detail = choice.item(), to_host(now.detail)
     run.flight, run.rows = following, now.rows
     delta = seq.commit(emitted(token, 'target', detail, 0))
-    observe(run, [token], now.hidden)
+    observe(run, [token], now.features)
     return StepResult('plain', time.perf_counter() - t0, emitted=1), chunk_of(seq, [delta])
 
 def chunk_of(seq: Sequence, deltas: list[Delta]) -> Chunk:
@@ -182,7 +187,7 @@ def verify_step(target: Target, run: Running,
     _advance(run, tokens)
     n = min(kept.n, len(deltas))
     seq.stats.add_sources(proposal.sources, n)
-    observe(run, tokens, None if f.hidden is None else f.hidden[0, :len(deltas)], n)
+    observe(run, tokens, f.features(0, len(deltas)), n)
     wall = time.perf_counter() - t0
     phases = dict(verify=t1 - t0, commit=t2 - t1, rollback=wall - (t2 - t0))
     return StepResult('verify', wall, len(deltas), len(block), len(guesses), n, proposal.sources[0], phases=phases), chunk_of(seq, deltas)

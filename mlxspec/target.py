@@ -24,8 +24,8 @@ from .recurrent import Tape, fits, listen, recording, replay
 from .strategies import OneWay, Ways, attention_homes, row_attention
 
 # %% auto #0
-__all__ = ['model_path', 'load_files', 'Tap', 'body_of', 'entries_of', 'remember', 'put_back', 'Transaction', 'close_enough',
-           'forgets', 'choose_rollback', 'first_of', 'Target']
+__all__ = ['model_path', 'load_files', 'Tap', 'body_of', 'layer_of', 'entries_of', 'remember', 'put_back', 'Transaction',
+           'close_enough', 'forgets', 'choose_rollback', 'first_of', 'Target']
 
 # %% ../nbs/07_target.ipynb #4169082d
 def model_path(model: str | Path, # directory, or `owner/name`
@@ -65,16 +65,21 @@ def _first_line(e: BaseException) -> str:
 
 # %% ../nbs/07_target.ipynb #8d4ff1b3
 class Tap:
-    "A place to read a model's hidden state, or to put one in."
-    def __init__(self, body: nn.Module): # the part of the model before the head
-        self.last: mx.array | None = None
+    "A place to read what a part of a model returns, or to put something in instead."
+    def __init__(self, part: nn.Module): # the body before the head, or a layer of it
+        self.last: Any = None  # what it returned last: an array, or a tuple that begins with one
         self.given: mx.array | None = None
-        base, tap = type(body), self
+        base, tap = type(part), self
         def call(self, *args, **kwargs):
             if tap.given is not None: return tap.given
             tap.last = base.__call__(self, *args, **kwargs)
             return tap.last
-        body.__class__ = type(base.__name__, (base,), {'__call__': call, '__module__': base.__module__})
+        part.__class__ = type(base.__name__, (base,), {'__call__': call, '__module__': base.__module__})
+
+    def take(self) -> Any: # [B, L, H], or None
+        "The hidden state of the last forward, which is then forgotten."
+        out, self.last = self.last, None
+        return out[0] if isinstance(out, tuple) else out
 
 def body_of(model: nn.Module) -> nn.Module:
     "The part of an mlx-lm model before its head; ModelError when it is not where we know to look."
@@ -82,6 +87,14 @@ def body_of(model: nn.Module) -> nn.Module:
         body = getattr(owner, 'model', None)
         if isinstance(body, nn.Module) and hasattr(body, 'embed_tokens'): return body
     raise ModelError(f'{type(model).__module__} has no body that drafters could read hidden states from.')
+
+def layer_of(model: nn.Module, which: int | str, # index, or 'pre': the last one, before the final norm
+            ) -> nn.Module:
+    "A layer of an mlx-lm model; ModelError when it has no such layer."
+    layers = getattr(body_of(model), 'layers', [])
+    n = len(layers) - 1 if which == 'pre' else which
+    if not 0 <= n < len(layers): raise ModelError(f'{type(model).__module__} here has {len(layers)} layers, so there is no layer {n} to read.')
+    return layers[n]
 
 # %% ../nbs/07_target.ipynb #976560b2
 def entries_of(cache: list) -> list[Any]:
@@ -126,7 +139,7 @@ class Transaction:
         n, padding = ids.shape[1], self.wrote - self.rows
         by_row = nullcontext() if self.strategy == 'block' else row_attention(self.target.attention, n)
         with by_row: f = self.target.forward(mx.pad(ids, [(0, 0), (0, padding)]) if padding else ids, self.cache, hidden)
-        return Forward(f.logits[:, :n], None if f.hidden is None else f.hidden[:, :n]) if padding else f
+        return f.first(n) if padding else f
 
     def commit(self, keep: int) -> None:
         "Keep the first `keep` of the rows, 0..rows."
@@ -205,6 +218,7 @@ class Target:
         self.tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
         self.context_length: int | None = first_of(config, 'max_position_embeddings', 'max_seq_len', 'n_ctx')
         self._tap: Tap | None = None
+        self._taps: dict[int | str, Tap] = {} # of layers
         self.homes, self.attention = listen(model), attention_homes(model)
         self.ways: Ways = OneWay() # how blocks are run; whoever has probed puts the answer here
         self.vocab_size: int = self._probe()
@@ -228,20 +242,22 @@ class Target:
         "An empty cache for one sequence."
         return with_windows(make_prompt_cache(self.model))
 
-    def tap(self) -> Tap:
-        "From now on hidden states can be read; ModelError when the architecture hides them."
+    def tap(self, *layers: int | str) -> Tap: # indices, or 'pre'
+        "From now on hidden states, also those of these layers, can be read; ModelError when the architecture hides them."
         if self._tap is None: self._tap = Tap(body_of(self.model))
+        for i in layers:
+            if i not in self._taps: self._taps[i] = Tap(layer_of(self.model, i))
         return self._tap
 
     def forward(self, ids: mx.array, # [B, L] token ids, may be lazy
                 cache: list,
-                hidden: bool = False, # also return the hidden states after the final norm; needs `tap()`
-               ) -> Forward: # logits [B, L, V], hidden [B, L, H]
+                hidden: bool = False, # also return the hidden states after the final norm, and those of tapped layers; needs `tap()`
+               ) -> Forward: # logits [B, L, V], hidden and taps [B, L, H]
         "Run the model over a block; its rows are in the cache afterwards."
         logits = self.model(ids, cache=cache)
         if self._tap is None: return Forward(logits)
-        out, self._tap.last = self._tap.last, None
-        return Forward(logits, out if hidden else None)
+        out, taps = self._tap.take(), {i: t.take() for i, t in self._taps.items()}
+        return Forward(logits, out, taps) if hidden else Forward(logits)
 
     def step(self, ids: mx.array, # [1, 1]
              cache: list, hidden: bool = False) -> Forward:
@@ -265,11 +281,11 @@ class Target:
         return body_of(self.model).embed_tokens(ids)
 
     def prefill(self, ids: mx.array, # [1, L]
-                cache: list, hidden: bool = False) -> mx.array | None: # hidden states [1, L, H] when asked for
+                cache: list, hidden: bool = False) -> Forward: # hidden states when asked for
         "Read a chunk of the prompt into the cache; no logits are computed."
-        out = self.forward(ids, cache, hidden).hidden
-        mx.eval([c.state for c in cache], *([] if out is None else [out]))
-        return out
+        f = self.forward(ids, cache, hidden)
+        mx.eval([c.state for c in cache], f.hidden, f.taps)
+        return f
 
     def can_verify(self, cache: list, rows: int) -> bool:
         "Whether a block of `rows` can be rolled back exactly, in this cache, now."

@@ -19,7 +19,7 @@ import mlx.core as mx
 from ..core import ConfigError, Drafter, PairError, Proposal
 
 # %% auto #0
-__all__ = ['Builder', 'BUILDERS', 'NOTHING', 'register', 'kind_of', 'build', 'Guest']
+__all__ = ['Builder', 'BUILDERS', 'NOTHING', 'register', 'kind_of', 'build', 'picked', 'Guest']
 
 # %% ../../nbs/10_drafters.ipynb #4cc5fd48
 Builder = Callable[[Any, Path | None, int | None], Drafter] # (target, directory, K or None)
@@ -53,13 +53,20 @@ def build(name: str, # a kind, or a directory
 _log = logging.getLogger('mlxspec')
 NOTHING = Proposal([], (), reason='drafter_failed')
 
+def picked(wants: str | tuple[int, ...] | None, # `hidden` of a drafter
+           features: dict | None, # from `Forward.features`
+          ) -> mx.array | None: # [n, H], or [n, layers * H] for several layers
+    "The hidden states that a drafter asked for."
+    if wants is None or features is None: return None
+    return mx.concatenate([features[i] for i in wants], axis=-1) if isinstance(wants, tuple) else features[wants]
+
 class Guest:
     "One drafter working for one sequence, with its failures contained."
-    def __init__(self, drafter: Drafter, seq: Any): # seq: the SequenceView
+    def __init__(self, drafter: Drafter, seq: Any, invited: bool = True): # seq: the SequenceView
         self.drafter, self.seq, self.kind = drafter, seq, drafter.kind
         self.state: Any = None
         self.failures, self._rest = 0, 0
-        self._invite()
+        if invited: self._invite()
 
     def _call(self, fn: Callable, *args, otherwise: Any = None) -> Any:
         "Call into the drafter; `otherwise` when it raises."
@@ -89,9 +96,26 @@ class Guest:
         if drafts.shape != (min(k, len(p)),): raise ValueError(f'{self.kind} names {len(p)} drafts and gives {drafts.shape}')
         return replace(p, tokens=drafts, sources=p.sources[:k])
 
-    def observe(self, tokens: list[int], features: Any, accepted: int) -> None:
-        "Tell the drafter what came: `features[r]` belongs to the input row that `tokens[r]` followed."
-        if self.state is not None: self._call(self.drafter.observe, [self.state], [tokens], [features], [accepted])
+    def observe(self, tokens: list[int], features: dict | None, accepted: int) -> None:
+        "Tell the drafter what came: row r of the features belongs to the input row that `tokens[r]` followed."
+        if self.state is not None: self._call(self._tell, tokens, features, accepted)
+
+    def _tell(self, tokens: list[int], features: dict | None, accepted: int) -> None:
+        self.drafter.observe([self.state], [tokens], [picked(self.drafter.hidden, features)], [accepted])
+
+    def fork(self, seq: Any) -> Guest: # seq: the SequenceView of the copy, with the same tokens
+        "The same drafter for a copy of the sequence, with a copy of its memory."
+        twin = Guest(self.drafter, seq, invited=False)
+        if self.state is not None: twin.state = self._call(self.state.fork, seq)
+        return twin
+
+    def save(self) -> Any: # plain data and arrays; None: there is nothing to keep
+        "What `restore` needs to give a later sequence with the same beginning this memory."
+        return None if self.state is None else self._call(self.state.save)
+
+    def restore(self, saved: Any, rows: int) -> None: # rows: input rows of the target that the sequence shares, already in its cache
+        "Take over the memory of another sequence that began with the same tokens."
+        if self.state is not None and saved is not None: self._call(self.state.restore, saved, rows)
 
     def close(self) -> None:
         "Let go of the state."
