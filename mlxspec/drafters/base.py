@@ -9,45 +9,135 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.utils import load_model
 
-from ..core import ConfigError, Drafter, PairError, Proposal
+from ..core import ConfigError, Drafter, ModelError, PairError, Proposal
+from ..target import model_path
 
 # %% auto #0
-__all__ = ['Builder', 'BUILDERS', 'NOTHING', 'register', 'kind_of', 'build', 'picked', 'Guest']
+__all__ = ['Builder', 'BUILDERS', 'TRAITS', 'CATCH_ALL', 'SAMPLES', 'GROUPS', 'NOTHING', 'register', 'read_config', 'kind_of',
+           'build', 'drafter_path', 'load_net', 'check_hidden', 'tokenizers_differ', 'quantize', 'picked', 'Guest']
 
 # %% ../../nbs/10_drafters.ipynb #4cc5fd48
 Builder = Callable[[Any, Path | None, int | None], Drafter] # (target, directory, K or None)
 BUILDERS: dict[str, Builder] = {}
+TRAITS: dict[str, Callable[[dict], bool]] = {} # by what a family knows its config.json, beside `model_type`
+CATCH_ALL = 'draft_model' # takes whatever runs as a language model, so it is asked last
 
-def register(kind: str) -> Callable[[Builder], Builder]: # label of the family
+def register(kind: str, # label of the family
+             knows: Callable[[dict], bool] | None = None, # config.json -> is it one of ours?
+            ) -> Callable[[Builder], Builder]:
     "Decorator: the builder becomes available under `kind`."
     def add(builder: Builder) -> Builder:
         BUILDERS[kind] = builder
+        if knows: TRAITS[kind] = knows
         return builder
     return add
 
+def read_config(path: Path) -> dict: # config.json
+    "PairError when it cannot be read."
+    try: config = json.loads((path / 'config.json').read_text())
+    except (OSError, ValueError) as e: raise PairError(f'{path} is not a drafter: its config.json cannot be read.') from e
+    if not isinstance(config, dict): raise PairError(f'{path} is not a drafter: its config.json is no JSON object.')
+    return config
+
 def kind_of(path: Path) -> str: # label of a family
     "The family of a drafter's directory; PairError when it says none that we know."
-    try: kind = json.loads((path / 'config.json').read_text()).get('model_type')
-    except (OSError, ValueError) as e: raise PairError(f'{path} is not a drafter: its config.json cannot be read.') from e
-    if kind not in BUILDERS: raise PairError(f'{path.name} has model_type {kind}, which is no drafter; known are {", ".join(sorted(BUILDERS))}.')
-    return kind
+    config = read_config(path)
+    kind = config.get('model_type')
+    if kind in BUILDERS: return kind
+    families = sorted(TRAITS, key=lambda k: k == CATCH_ALL)
+    if found := next((k for k in families if TRAITS[k](config)), None): return found
+    raise PairError(f'{path.name} has model_type {kind}, which is no drafter; known are {", ".join(sorted(BUILDERS))}.')
 
-def build(name: str, # a kind, or a directory
+def build(name: str, # a kind, a directory, or `owner/name`
           target: Any, # the loaded Target
           block_size: int | None = None, # K the user asked for; None: the family's own
+          kind: str | None = None, # family of a directory; None: it says itself
          ) -> Drafter:
     "Make a drafter; ConfigError for a name that means nothing, PairError when it does not fit."
     if name in BUILDERS: return BUILDERS[name](target, None, block_size)
-    path = Path(name).expanduser()
-    if path.is_dir(): return BUILDERS[kind_of(path)](target, path, block_size)
-    raise ConfigError(f'{name} is neither a drafter kind ({", ".join(sorted(BUILDERS))}) nor a directory.')
+    if kind is not None and kind not in BUILDERS: raise ConfigError(f'There is no drafter kind {kind}; known are {", ".join(sorted(BUILDERS))}.')
+    path = drafter_path(name)
+    return BUILDERS[kind or kind_of(path)](target, path, block_size)
+
+def drafter_path(name: str) -> Path:
+    "The directory of a drafter, fetched when a repository was named."
+    if not Path(name).expanduser().is_dir() and not _REPO.fullmatch(name):
+        raise ConfigError(f'{name} is neither a drafter kind ({", ".join(sorted(BUILDERS))}) nor a directory.')
+    try: return model_path(name)
+    except ModelError as e: raise PairError(str(e)) from e
+
+_REPO = re.compile(r'\w[\w.-]*/[\w.-]+')
+
+# %% ../../nbs/10_drafters.ipynb #3c8b2009
+def load_net(path: Path, # directory of a drafter
+             family: str, # for messages
+             classes: tuple[type, type], # network, and arguments with `from_dict`
+            ) -> tuple[Any, dict]: # network, config.json
+    "Load a drafter with mlx-lm; PairError that says what is wrong with it."
+    if not list(path.glob('*.safetensors')):
+        other = next((f' There is {f.name}, which is another format.' for f in sorted(path.glob('*.bin'))), '')
+        raise PairError(f'{path.name} has a config.json but no weights: there is no .safetensors file in it.{other}')
+    try: return load_model(path, get_model_classes=lambda config: classes)
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, AttributeError) as e: # everything a broken directory raises in mlx-lm
+        why = ' '.join(str(e).split())[:300]
+        raise PairError(f'{path.name} cannot be loaded as {family}: {why or type(e).__name__}') from e
+
+def check_hidden(name: str, # of the drafter
+                 hidden: int, # size of the hidden states that it was made for
+                 target: Any, # the loaded Target
+                ) -> None:
+    "PairError when a drafter was made for another target."
+    width = target.embed(mx.array([[0]])).shape[-1]
+    if hidden != width: raise PairError(f'{name} has hidden size {hidden}, {target.name} has {width}.')
+
+# %% ../../nbs/10_drafters.ipynb #4335e363
+SAMPLES = ('The quick brown fox, 3.14159 times!', '  def f(x):\n\treturn x ** 2  # naïve', '速い茶色の狐 🦊\r\n', "don't HTTPServer_v2 1234567")
+
+def tokenizers_differ(ours: Any, theirs: Any, # tokenizers of mlx-lm or transformers
+                     ) -> str | None: # a clause; None: every trial agrees
+    "In what two tokenizers differ, as far as a few trials show."
+    eos = [_ends(t) for t in (ours, theirs)]
+    if not set(eos[0]) & set(eos[1]): return f'texts end with token {eos[0]} in one and with {eos[1]} in the other'
+    n = min(map(_length, (ours, theirs)))
+    for i in sorted({*range(0, n, max(1, n // 64)), *(e for e in eos[0] if e < n)}):
+        a, b = (t.convert_ids_to_tokens([i])[0] for t in (ours, theirs))
+        if a != b: return f'token {i} is {a!r} in one and {b!r} in the other'
+    for text in SAMPLES:
+        a, b = (list(t.encode(text, add_special_tokens=False)) for t in (ours, theirs))
+        if a != b: return f'{text!r} is {len(a)} tokens in one and {len(b)} in the other, or not the same ones'
+    return None
+
+def _length(tokenizer: Any) -> int: return 1 + max(tokenizer.get_vocab().values())
+def _ends(tokenizer: Any) -> list[int]:
+    ids = getattr(tokenizer, 'eos_token_ids', None) # mlx-lm has a set; in transformers it may be a number
+    return sorted(ids) if isinstance(ids, set) else [tokenizer.eos_token_id]
+
+# %% ../../nbs/10_drafters.ipynb #9e53877a
+GROUPS = 64, 32 # weights that share a scale; the first that divides a layer's width
+
+def quantize(drafter: Any, # with or without a network in `net`
+             bits: int, # 4 or 8
+            ) -> int: # layers packed
+    "Pack the weights of a drafter's own network."
+    net = getattr(drafter, 'net', None)
+    if net is None: return 0
+    before = _packed(net)
+    for group in GROUPS:
+        nn.quantize(net, group, bits, class_predicate=lambda _, m, g=group: hasattr(m, 'to_quantized') and m.weight.shape[-1] % g == 0)
+    mx.eval(net.parameters())
+    return _packed(net) - before
+
+def _packed(net: nn.Module) -> int: return sum(hasattr(m, 'bits') for _, m in net.named_modules())
 
 # %% ../../nbs/10_drafters.ipynb #0e9db8ea
 _log = logging.getLogger('mlxspec')
