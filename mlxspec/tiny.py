@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_map
+import mlx.nn as nn
+import mlx.optimizers as optim
+from mlx.utils import tree_flatten, tree_map
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 # %% auto #0
-__all__ = ['KINDS', 'SPECIAL', 'tiny_config', 'tiny_model', 'byte_tokenizer', 'save_tiny', 'save_tiny_mtp']
+__all__ = ['KINDS', 'SPECIAL', 'tiny_config', 'tiny_model', 'redrawn', 'byte_tokenizer', 'save_tiny', 'tensors', 'save_weights',
+           'save_tiny_mtp', 'overfit', 'save_packed', 'round_cost']
 
 # %% ../nbs/53_tiny.ipynb #ba9ae53e
 _BASE = dict(hidden_size=32, num_hidden_layers=2, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
@@ -34,7 +38,19 @@ KINDS: dict[str, dict[str, Any]] = {
                     rope_parameters=dict(type='default', rope_theta=10000.0, partial_rotary_factor=0.5)),
     'lfm2': dict(model_type='lfm2', num_hidden_layers=3, norm_eps=1e-5, conv_bias=False, conv_L_cache=3, block_dim=32, block_ff_dim=64,
                  block_multiple_of=8, block_ffn_dim_multiplier=1.0, block_auto_adjust_ff_dim=False, full_attn_idxs=[1]),
+    'gemma4': dict(model_type='gemma4_text', num_hidden_layers=6, num_kv_shared_layers=2, sliding_window=16, num_key_value_heads=1,
+                   global_head_dim=16, layer_types=['sliding_attention', 'full_attention'] * 3, hidden_size_per_layer_input=8,
+                   vocab_size_per_layer_input=264, tie_word_embeddings=False, final_logit_softcapping=30.0,
+                   rope_parameters=dict(full_attention=dict(partial_rotary_factor=0.25, rope_theta=1e6, rope_type='proportional'),
+                                        sliding_attention=dict(rope_theta=1e4, rope_type='default'))),
+    'glm4_moe_lite': dict(model_type='glm4_moe_lite', num_hidden_layers=3, q_lora_rank=16, kv_lora_rank=32, qk_rope_head_dim=4,
+                          qk_nope_head_dim=32, v_head_dim=8, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+                          num_key_value_heads=4, num_nextn_predict_layers=1, tie_word_embeddings=False),
 }
+_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32)
+KINDS['qwen3_5_moe'] = KINDS['qwen3_5'] | _EXPERTS | dict(model_type='qwen3_5_moe')
+KINDS['qwen3_next'] = {k: v for k, v in KINDS['qwen3_5_moe'].items() if k != 'rope_parameters'} | dict(
+    model_type='qwen3_next', partial_rotary_factor=0.5, decoder_sparse_step=1, mlp_only_layers=[], norm_topk_prob=True)
 
 def tiny_config(kind: str, # a key of KINDS
                 **changes) -> dict: # config.json as a dict
@@ -50,12 +66,17 @@ def tiny_model(kind: str, # a key of KINDS
     config = tiny_config(kind, **changes)
     arch = importlib.import_module(f'mlx_lm.models.{config["model_type"]}')
     model = arch.Model(arch.ModelArgs.from_dict(config))
+    return redrawn(model, dtype, seed)
+
+def redrawn(net: Any, # a network
+            dtype: mx.Dtype, seed: int) -> Any: # the same network
+    "Give a network random weights: matrices around zero, vectors around one."
     key = iter(mx.random.split(mx.random.key(seed), 4096))
     draw = lambda w: (mx.random.normal(w.shape, key=next(key)) * (0.3 if w.ndim > 1 else 0.1) + (w.ndim == 1)).astype(dtype)
-    model.update(tree_map(draw, model.parameters()))
-    model.eval()
-    mx.eval(model.parameters())
-    return model
+    net.update(tree_map(draw, net.parameters()))
+    net.eval()
+    mx.eval(net.parameters())
+    return net
 
 # %% ../nbs/53_tiny.ipynb #24d2e925
 SPECIAL = ('<|endoftext|>', '<|im_start|>', '<|im_end|>', '<think>', '</think>', '<tool_call>', '</tool_call>')
@@ -70,35 +91,85 @@ def byte_tokenizer() -> PreTrainedTokenizerFast: # 256 byte tokens, then SPECIAL
     t.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in SPECIAL])
     return PreTrainedTokenizerFast(tokenizer_object=t, eos_token='<|im_end|>', pad_token='<|endoftext|>', chat_template=_TEMPLATE)
 
-# %% ../nbs/53_tiny.ipynb #7786fd40
+# %% ../nbs/53_tiny.ipynb #f457cb1b
 def save_tiny(path: Path, # directory to fill
               kind: str, # a key of KINDS
               dtype: mx.Dtype = mx.float32, seed: int = 0, **changes) -> Path: # the same directory
     "Write a tiny model with its tokenizer as an mlx-lm directory."
-    from mlx.utils import tree_flatten
-    path.mkdir(parents=True, exist_ok=True)
-    model = tiny_model(kind, dtype, seed, **changes)
-    mx.save_safetensors(str(path / 'model.safetensors'), dict(tree_flatten(model.parameters())), metadata={'format': 'mlx'})
-    (path / 'config.json').write_text(json.dumps(tiny_config(kind, **changes) | dict(eos_token_id=258)))
+    save_weights(path, tensors(tiny_model(kind, dtype, seed, **changes)), tiny_config(kind, **changes) | dict(eos_token_id=258))
     byte_tokenizer().save_pretrained(path)
     return path
 
-# %% ../nbs/53_tiny.ipynb #8a65a75b
+def tensors(net: Any) -> dict[str, mx.array]:
+    "All arrays of a network, by name."
+    flat: Any = tree_flatten(net.parameters())
+    return dict(flat)
+
+def save_weights(path: Path, weights: dict[str, mx.array], config: dict,
+                 raw: bool = False, # as its makers publish it; False: converted for MLX
+                ) -> Path: # the same directory
+    "Write weights and config.json."
+    path.mkdir(parents=True, exist_ok=True)
+    mx.save_safetensors(str(path / 'model.safetensors'), weights, metadata={'format': 'pt' if raw else 'mlx'})
+    (path / 'config.json').write_text(json.dumps(config))
+    return path
+
+# %% ../nbs/53_tiny.ipynb #4896fe40
 def save_tiny_mtp(path: Path, # directory to fill
                   dtype: mx.Dtype = mx.float32, seed: int = 1,
                   raw: bool = False, # raw form: names with the `mtp.` prefix, norm weights centred on zero
+                  kind: str = 'qwen3_5', # the target's: a key of KINDS
                   **changes) -> Path: # configuration keys to change; returns the directory
     "Write a random qwen3_5_mtp head that fits the tiny targets."
-    path.mkdir(parents=True, exist_ok=True)
-    text: dict[str, Any] = tiny_config('qwen3_5') | dict(model_type='qwen3_5_text', mtp_num_hidden_layers=1) | changes
-    H, I, D, Q, K = (int(text[k]) for k in ('hidden_size', 'intermediate_size', 'head_dim', 'num_attention_heads', 'num_key_value_heads'))
-    shapes: dict[str, tuple[int, ...]] = {'fc': (H, 2 * H), 'pre_fc_norm_embedding': (H,), 'pre_fc_norm_hidden': (H,), 'norm': (H,),
+    text: dict[str, Any] = tiny_config(kind) | dict(model_type=f'{kind}_text', mtp_num_hidden_layers=1) | changes
+    shapes = _head_shapes(text) | _mlp_shapes(text, raw, fused=kind != 'qwen3_next')
+    keys = iter(mx.random.split(mx.random.key(seed), len(shapes)))
+    weights = {('mtp.' if raw else '') + n: (mx.random.normal(s, key=next(keys)) * 0.2 + (len(s) == 1 and not raw)).astype(dtype) for n, s in shapes.items()}
+    return save_weights(path, weights, dict(model_type='qwen3_5_mtp', block_size=3, tie_word_embeddings=True, text_config=text), raw)
+
+def _head_shapes(c: dict) -> dict[str, tuple[int, ...]]: # without the MLP
+    H, D, Q, K = (int(c[k]) for k in ('hidden_size', 'head_dim', 'num_attention_heads', 'num_key_value_heads'))
+    shapes = {'fc': (H, 2 * H), 'pre_fc_norm_embedding': (H,), 'pre_fc_norm_hidden': (H,), 'norm': (H,),
               'layers.0.input_layernorm': (H,), 'layers.0.post_attention_layernorm': (H,),
               'layers.0.self_attn.q_proj': (2 * Q * D, H), 'layers.0.self_attn.k_proj': (K * D, H), 'layers.0.self_attn.v_proj': (K * D, H),
-              'layers.0.self_attn.o_proj': (H, Q * D), 'layers.0.self_attn.q_norm': (D,), 'layers.0.self_attn.k_norm': (D,),
-              'layers.0.mlp.gate_proj': (I, H), 'layers.0.mlp.up_proj': (I, H), 'layers.0.mlp.down_proj': (H, I)}
-    keys = iter(mx.random.split(mx.random.key(seed), len(shapes)))
-    weights = {('mtp.' if raw else '') + f'{n}.weight': (mx.random.normal(s, key=next(keys)) * 0.2 + (len(s) == 1 and not raw)).astype(dtype) for n, s in shapes.items()}
-    mx.save_safetensors(str(path / 'model.safetensors'), weights, metadata={'format': 'mlx'})
-    (path / 'config.json').write_text(json.dumps(dict(model_type='qwen3_5_mtp', block_size=3, tie_word_embeddings=True, text_config=text)))
-    return path
+              'layers.0.self_attn.o_proj': (H, Q * D), 'layers.0.self_attn.q_norm': (D,), 'layers.0.self_attn.k_norm': (D,)}
+    return {f'{n}.weight': s for n, s in shapes.items()}
+
+def _mlp_shapes(c: dict, raw: bool, fused: bool) -> dict[str, tuple[int, ...]]:
+    H, E, p = c['hidden_size'], c.get('num_experts', 0), 'layers.0.mlp.'
+    three = lambda I: dict(gate_proj=(I, H), up_proj=(I, H), down_proj=(H, I))
+    if not E: return {f'{p}{n}.weight': s for n, s in three(c['intermediate_size']).items()}
+    M, S = c['moe_intermediate_size'], c['shared_expert_intermediate_size']
+    out = {f'{p}gate.weight': (E, H), f'{p}shared_expert_gate.weight': (1, H)}
+    out |= {f'{p}shared_expert.{n}.weight': s for n, s in three(S).items()}
+    if raw and fused: return out | {f'{p}experts.gate_up_proj': (E, 2 * M, H), f'{p}experts.down_proj': (E, H, M)}
+    if raw: return out | {f'{p}experts.{e}.{n}.weight': s for e in range(E) for n, s in three(M).items()}
+    return out | {f'{p}switch_mlp.{n}.weight': (E, *s) for n, s in three(M).items()}
+
+# %% ../nbs/53_tiny.ipynb #ff2c14f6
+def overfit(net: Any, # a head
+            loss: Callable[[], mx.array], # of the head as it is, on some text
+            steps: int = 100, rate: float = 3e-3) -> tuple[float, float]: # loss before and after
+    "Train a head for a moment."
+    opt, step, losses = optim.Adam(learning_rate=rate), nn.value_and_grad(net, loss), []
+    net.train()
+    for _ in range(steps):
+        value, grads = step()
+        opt.update(net, grads)
+        mx.eval(net.parameters(), opt.state, value)
+        losses.append(value.item())
+    net.eval()
+    return losses[0], losses[-1]
+
+def save_packed(path: Path, net: Any, config: dict, # a network and its config.json
+                bits: int, group: int = 32) -> Path: # the directory
+    "Pack a network's weights and write it as mlx-lm writes packed models."
+    nn.quantize(net, group, bits, class_predicate=lambda _, m: hasattr(m, 'to_quantized') and m.weight.shape[-1] % group == 0)
+    return save_weights(path, tensors(net), config | dict(quantization=dict(group_size=group, bits=bits)))
+
+# %% ../nbs/53_tiny.ipynb #d60978d6
+def round_cost(plain: Any, rounds: Any) -> str: # stats of two requests, one without drafts
+    "Draft, verify and rollback per round."
+    step = plain.decode_s / plain.plain_steps
+    per = {p: rounds.phases[p] / rounds.rounds / step for p in ('draft', 'verify', 'rollback')}
+    return ', '.join(f'{p} {x:.2f}' for p, x in per.items()) + ' plain steps'

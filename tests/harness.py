@@ -26,7 +26,7 @@ from mlxspec.rounds import Running, open_running, prefill_step, step
 from mlxspec.sequence import Sequence
 from mlxspec.target import Target
 from mlxspec.text import TextStream
-from mlxspec.tiny import KINDS, byte_tokenizer, save_tiny_mtp, tiny_model
+from mlxspec.tiny import byte_tokenizer, save_tiny_mtp, tiny_model
 
 N = 24 # tokens per run
 EOS = 258 # of the byte tokenizer
@@ -108,7 +108,7 @@ PACES: dict[str, Callable[[int, int], int]] = dict(   # (K, number of the step) 
     steady=lambda k, i: k, switching=lambda k, i: k if i // 5 % 2 == 0 else 1)
 
 AXES: dict[str, tuple] = dict(
-    kind=(*KINDS, 'demo'), dtype=('float32', 'bfloat16'), drafter=(*SCRIPTS, 'lookup', 'mtp', 'self'),
+    kind=('llama', 'qwen3', 'gemma2', 'gemma3', 'qwen3_5', 'lfm2', 'demo'), dtype=('float32', 'bfloat16'), drafter=(*SCRIPTS, 'lookup', 'mtp', 'self'),
     k=tuple(range(1, 9)), temperature=(0., .3, 1., 1.7), shape=tuple(SHAPES), pace=tuple(PACES), prompt=tuple(range(len(PROMPTS))))
 
 
