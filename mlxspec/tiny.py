@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 # %% auto #0
 __all__ = ['KINDS', 'SPECIAL', 'tiny_config', 'tiny_model', 'redrawn', 'byte_tokenizer', 'save_tiny', 'tensors', 'save_weights',
-           'save_tiny_mtp', 'overfit', 'save_packed', 'round_cost']
+           'save_tiny_mtp', 'overfit', 'packed', 'save_precisions', 'Eager', 'round_cost']
 
 # %% ../nbs/53_tiny.ipynb #ba9ae53e
 _BASE = dict(hidden_size=32, num_hidden_layers=2, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
@@ -161,13 +161,31 @@ def overfit(net: Any, # a head
     net.eval()
     return losses[0], losses[-1]
 
-def save_packed(path: Path, net: Any, config: dict, # a network and its config.json
-                bits: int, group: int = 32) -> Path: # the directory
-    "Pack a network's weights and write it as mlx-lm writes packed models."
-    nn.quantize(net, group, bits, class_predicate=lambda _, m: hasattr(m, 'to_quantized') and m.weight.shape[-1] % group == 0)
-    return save_weights(path, tensors(net), config | dict(quantization=dict(group_size=group, bits=bits)))
+def packed(net: Any, bits: int, group: int = 32, # weights that share a scale
+          ) -> dict[str, mx.array]:
+    "The arrays of a network as mlx-lm packs them; the network stays as it is."
+    out = tensors(net)
+    for n, m in net.named_modules():
+        if hasattr(m, 'to_quantized') and m.weight.shape[-1] % group == 0:
+            out |= dict(zip((f'{n}.{part}' for part in ('weight', 'scales', 'biases')), mx.quantize(m.weight, group, bits), strict=True))
+    return out
+
+def save_precisions(path: Path, net: Any, config: dict) -> list[Path]: # directories `float16`, `bfloat16`, `8bit`, `4bit`
+    "Write a network in every precision that people publish."
+    halves = {str(t)[9:]: {k: w.astype(t) for k, w in tensors(net).items()} for t in (mx.float16, mx.bfloat16)}
+    saved = [save_weights(path / n, w, config) for n, w in halves.items()]
+    return saved + [save_weights(path / f'{b}bit', packed(net, b), config | dict(quantization=dict(group_size=32, bits=b))) for b in (8, 4)]
 
 # %% ../nbs/53_tiny.ipynb #d60978d6
+class Eager:
+    "A drafter that computes its drafts at once."
+    def __init__(self, drafter: Any): self.drafter = drafter
+    def __getattr__(self, name: str) -> Any: return getattr(self.drafter, name)
+    def propose(self, states: list, ks: list[int], laws: list) -> list:
+        out = self.drafter.propose(states, ks, laws)
+        mx.eval([p.tokens for p in out if len(p)])
+        return out
+
 def round_cost(plain: Any, rounds: Any) -> str: # stats of two requests, one without drafts
     "Draft, verify and rollback per round."
     step = plain.decode_s / plain.plain_steps

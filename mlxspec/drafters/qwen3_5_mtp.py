@@ -7,7 +7,8 @@ Docs: https://mlxspec.github.io/mlxspec/qwen3_5_mtp.html.md"""
 # %% ../../nbs/15_qwen3_5_mtp.ipynb #a1a66643
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,14 @@ import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 from mlx_lm.models.qwen3_5 import DecoderLayer, TextModelArgs
-from mlx_lm.utils import load_model
 
-from ..core import PairError, Proposal, SequenceView
-from .base import register
+from ..core import PairError
+from .base import load_net, register
+from .mtp import MtpDrafter, check_pair, fill, try_out
 from ..target import first_of
 
 # %% auto #0
-__all__ = ['BACKLOG', 'HeadArgs', 'Head', 'load_head', 'head_tensors', 'load_inner_head', 'MtpState', 'take_back_guesses',
-           'catch_up', 'guess', 'Qwen35Mtp', 'check_pair', 'build_qwen3_5_mtp']
+__all__ = ['HeadArgs', 'Head', 'stacked', 'load_head', 'head_tensors', 'load_inner_head', 'Qwen35Mtp', 'build_qwen3_5_mtp']
 
 # %% ../../nbs/15_qwen3_5_mtp.ipynb #51ddcf95
 @dataclass
@@ -39,7 +39,12 @@ class HeadArgs:
         "Read config.json of a head, or of a target that has one inside."
         text = dict(config.get('text_config') or config)
         layers = first_of(config, 'mtp_num_hidden_layers') or 1
-        return cls(TextModelArgs.from_dict(text | dict(full_attention_interval=1)), layers, config.get('block_size') or layers + 2)
+        return cls(TextModelArgs.from_dict(_rope(text) | dict(full_attention_interval=1)), layers, config.get('block_size') or layers + 2)
+
+def _rope(text: dict) -> dict: # text_config
+    "Qwen3-Next says flat what later models say in `rope_parameters`."
+    if text.get('rope_parameters') or 'rope_theta' not in text: return text
+    return text | dict(rope_parameters=dict(type='default') | {k: text[k] for k in ('rope_theta', 'partial_rotary_factor') if k in text})
 
 class Head(nn.Module):
     "The network of a Qwen 3.5 MTP head."
@@ -52,133 +57,74 @@ class Head(nn.Module):
 
     def __call__(self, embedded: mx.array, # [B, n, H] tokens t_{i+1}
                  hidden: mx.array, # [B, n, H] states h_i
-                 cache: list[KVCache]) -> mx.array: # [B, n, H] after the norm
-        x = self.fc(mx.concatenate([self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)], axis=-1))
+                 cache: list[KVCache] | list[None]) -> mx.array: # [B, n, H] after the norm
+        dtype = self.norm.weight.dtype
+        both = [self.pre_fc_norm_embedding(embedded.astype(dtype)), self.pre_fc_norm_hidden(hidden.astype(dtype))]
+        x = self.fc(mx.concatenate(both, axis=-1))
         mask = create_attention_mask(x, cache[0])
         for layer, c in zip(self.layers, cache, strict=True): x = layer(x, mask, c)
         return self.norm(x)
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        "Raw names lose their prefix and raw norms gain one; other names stay."
-        return dict(_plain(k, v) for k, v in weights.items())
+        "Raw names lose their prefix and raw norms gain one, experts are stacked; other names stay."
+        return stacked(dict(_plain(k, v) for k, v in weights.items()))
 
 def _plain(key: str, value: mx.array) -> tuple[str, mx.array]:
     if not key.startswith('mtp.'): return key, value
     return key[4:], value + 1.0 if key.endswith('norm.weight') or 'pre_fc_norm' in key else value
 
+# %% ../../nbs/15_qwen3_5_mtp.ipynb #1761214d
+_ONE = re.compile(r'(.*)\.experts\.(\d+)\.(\w+)\.(\w+)')
+
+def stacked(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    "Bring the experts of a head into one array per projection; other names stay."
+    out: dict[str, mx.array] = {}
+    ones: dict[str, dict[int, mx.array]] = {}
+    for k, v in weights.items():
+        if k.endswith('.experts.gate_up_proj'):
+            p = k.removesuffix('experts.gate_up_proj') + 'switch_mlp.'
+            out[p + 'gate_proj.weight'], out[p + 'up_proj.weight'] = mx.split(v, 2, axis=-2)
+        elif k.endswith('.experts.down_proj'): out[k.replace('.experts.down_proj', '.switch_mlp.down_proj.weight')] = v
+        elif m := _ONE.fullmatch(k): ones.setdefault(f'{m[1]}.switch_mlp.{m[3]}.{m[4]}', {})[int(m[2])] = v
+        else: out[k] = v
+    for k, them in ones.items():
+        if sorted(them) != list(range(len(them))): raise ValueError(f'experts {sorted(them)} of {k} are not all there')
+        out[k] = mx.stack([them[e] for e in range(len(them))])
+    return out
+
 # %% ../../nbs/15_qwen3_5_mtp.ipynb #ec1c679c
 def load_head(path: Path) -> tuple[Head, HeadArgs]:
     "Load a qwen3_5_mtp directory; PairError when it is not one."
-    try: net, config = load_model(path, get_model_classes=lambda config: (Head, HeadArgs))
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as e: # everything a broken directory raises in mlx-lm
-        raise PairError(f'{path.name} cannot be loaded as a qwen3_5_mtp head: {" ".join(str(e).split())[:300]}') from e
-    assert isinstance(net, Head)
+    net, config = load_net(path, 'a qwen3_5_mtp head', (Head, HeadArgs))
     return net, HeadArgs.from_dict(config)
 
+_PREFIXES = 'mtp.', 'model.mtp.', 'language_model.mtp.'
+
 def head_tensors(path: Path, # directory of a target
-                ) -> dict[str, mx.array]: # raw names; not read from disk yet
+                ) -> dict[str, mx.array]: # raw names, or plain ones from a file made for MLX; not read from disk yet
     "The `mtp.` tensors inside a target's checkpoint."
-    found = {}
+    found: dict[str, mx.array] = {}
     for f in sorted(path.glob('*.safetensors')):
-        tensors: Any = mx.load(str(f))
-        found |= {k[k.index('mtp.'):]: v for k, v in tensors.items() if k.startswith(('mtp.', 'model.mtp.', 'language_model.mtp.'))}
+        loaded: Any = mx.load(str(f), return_metadata=True)
+        cut = 4 if loaded[1].get('format') == 'mlx' else 0
+        found |= {k[k.index('mtp.') + cut:]: v for k, v in loaded[0].items() if k.startswith(_PREFIXES)}
     return found
 
 def load_inner_head(path: Path, # directory of a target
                     config: dict) -> tuple[Head, HeadArgs]: # its config.json
     "Load the head inside a target's checkpoint; PairError when there is none or its tensors do not fit."
     weights, args = head_tensors(path), HeadArgs.from_dict(config)
-    if not weights: raise PairError(f'{path.name} has no mtp.* tensors in its checkpoint; name the directory of a head with --drafter.')
+    if not weights:
+        says = f'declares {n} MTP layers, but' if (n := first_of(config, 'mtp_num_hidden_layers')) else 'says nothing of a head, and'
+        raise PairError(f'{path.name} {says} has no mtp.* tensors in its checkpoint; name the directory of a head with --drafter.')
     net = Head(args)
-    weights = net.sanitize(weights)
-    if quant := config.get('quantization'):
-        nn.quantize(net, quant['group_size'], quant['bits'], class_predicate=lambda p, m: f'{p}.scales' in weights)
-    try: net.load_weights(list(weights.items()))
-    except ValueError as e: raise PairError(f'The head inside {path.name} does not fit: {" ".join(str(e).split())[:300]}') from e
-    mx.eval(net.eval().parameters())
+    fill(net, net.sanitize(weights), path.name)
     return net, args
 
-# %% ../../nbs/15_qwen3_5_mtp.ipynb #34286a9a
-BACKLOG = 256 # pairs that are collected before they are read
-
-@dataclass
-class MtpState:
-    "The head's memory of one sequence."
-    cache: list[KVCache]
-    tokens: list[int] = field(default_factory=list)        # collected, not read: t_{i+1} ...
-    hidden: list[mx.array] = field(default_factory=list)   # ... and h_i, [n, H] each
-    last: mx.array | None = None                           # [1, 1, H] output for the newest true pair
-    guessed: int = 0                                       # entries that are guesses
-
-    def fork(self) -> MtpState:
-        "An independent copy."
-        caches = [KVCache() for _ in self.cache]
-        for new, old in zip(caches, self.cache, strict=True):
-            if old.keys is not None and old.values is not None: new.state = mx.array(old.keys), mx.array(old.values), old.offset
-        return MtpState(caches, list(self.tokens), list(self.hidden), self.last, self.guessed)
-
-    def close(self) -> None: self.cache, self.tokens, self.hidden, self.last = [], [], [], None
-
-# %% ../../nbs/15_qwen3_5_mtp.ipynb #dbd30f44
-def take_back_guesses(s: MtpState) -> None:
-    "Remove the entries that were made from guesses."
-    for c in s.cache: c.trim(s.guessed)
-    s.guessed = 0
-
-def catch_up(net: Head, target: Any, s: MtpState) -> None:
-    "Read the collected pairs, all in one forward."
-    take_back_guesses(s)
-    if not s.tokens: return
-    out = net(target.embed(mx.array([s.tokens])), mx.concatenate(s.hidden)[None], s.cache)
-    s.last, s.tokens, s.hidden = out[:, -1:], [], []
-
-def guess(net: Head, target: Any, s: MtpState, n: int, # drafts
-          law: Any) -> mx.array: # [n] lazy token ids; law: DraftLaw
-    "Draft `n` tokens, each from the head's own state and guess before it."
-    hidden: Any = s.last
-    drafts: list[mx.array] = []
-    for i in range(n):
-        drafts.append(law.draw(target.head(hidden)[0]))
-        if i < n - 1:
-            hidden = net(target.embed(drafts[-1][None]), hidden, s.cache)
-            s.guessed += 1
-    return mx.concatenate(drafts)
-
-# %% ../../nbs/15_qwen3_5_mtp.ipynb #9d4ce356
-class Qwen35Mtp:
-    "Drafts with a multi-token-prediction head of the Qwen 3.5 family."
-    kind, hidden = 'qwen3_5_mtp', 'post'
-
-    def __init__(self, net: Head, target: Any, # the loaded Target
-                 block_size: int, # K: drafts at most K - 1 tokens a round
-                 path: Path | None = None): # the head's directory; None: it is inside the target's
-        self.net, self.target, self.max_drafts, self.path = net, target, block_size - 1, path
-        self.name = path.resolve().name if path else target.name
-
-    def open(self, seq: SequenceView) -> MtpState: return MtpState([KVCache() for _ in self.net.layers])
-    def ready(self, state: MtpState) -> bool: return state.last is not None or bool(state.tokens)
-
-    def propose(self, states: list[MtpState], ks: list[int], laws: list) -> list[Proposal]:
-        return [self._one(s, k, law) for s, k, law in zip(states, ks, laws, strict=True)]
-
-    def _one(self, s: MtpState, k: int, law: Any) -> Proposal:
-        if not self.ready(s): return Proposal([], (), reason='no_hidden_state')
-        catch_up(self.net, self.target, s)
-        return Proposal(guess(self.net, self.target, s, k, law), (self.kind,) * k, law.logprobs)
-
-    def observe(self, states: list[MtpState], tokens: list[list[int]], features: list[mx.array], accepted: list[int]) -> None:
-        for s, new, hidden in zip(states, tokens, features, strict=True):
-            s.tokens, s.hidden = s.tokens + list(new), [*s.hidden, hidden]
-            if len(s.tokens) >= BACKLOG:
-                catch_up(self.net, self.target, s)
-                mx.eval(s.last, [c.state for c in s.cache])
-
 # %% ../../nbs/15_qwen3_5_mtp.ipynb #72622132
-def check_pair(args: HeadArgs, target: Any, name: str) -> None:
-    "PairError when the head was made for another target."
-    width = target.embed(mx.array([[0]])).shape[-1]
-    if args.text.hidden_size != width: raise PairError(f'{name} has hidden size {args.text.hidden_size}, {target.name} has {width}.')
-    if args.text.vocab_size != target.vocab_size: raise PairError(f'{name} was made for a vocabulary of {args.text.vocab_size}, {target.name} has {target.vocab_size}.')
+class Qwen35Mtp(MtpDrafter):
+    "Drafts with a multi-token-prediction head of the Qwen 3.5 family."
+    kind = 'qwen3_5_mtp'
 
 @register('qwen3_5_mtp')
 def build_qwen3_5_mtp(target: Any, path: Path | None, # None: the head inside the target's checkpoint
@@ -187,5 +133,5 @@ def build_qwen3_5_mtp(target: Any, path: Path | None, # None: the head inside th
     if path is None and target.path is None: raise PairError(f'{target.name} was not loaded from a directory, so there is no head inside it.')
     net, args = load_head(path) if path else load_inner_head(target.path, target.config)
     drafter = Qwen35Mtp(net, target, block_size or args.block_size, path)
-    check_pair(args, target, drafter.name)
-    return drafter
+    check_pair(drafter.name, args.text.hidden_size, args.text.vocab_size, target)
+    return try_out(drafter)
