@@ -92,17 +92,35 @@ class Params:
     prediction: str | tuple[int, ...] | None = None # what the answer will probably be (OpenAI): text, or token ids once admitted
 
     def __post_init__(self):
+        for name, f in self.__dataclass_fields__.items(): _check_type(name, getattr(self, name), str(f.type))
         for name, (lo, hi) in _RANGES.items(): _check_range(name, getattr(self, name), lo, hi)
         for name, words in _CHOICES.items():
             if getattr(self, name) not in words: raise RequestError(f'{name} must be {" or ".join(words)}, not {getattr(self, name)!r}.', name)
         if len(self.stop) > 16: raise RequestError(f'stop takes at most 16 strings, not {len(self.stop)}.', 'stop')
         if any(not s for s in self.stop): raise RequestError('stop strings must not be empty.', 'stop')
         for i, b in self.logit_bias.items():
-            if not math.isfinite(b) or abs(b) > 100: raise RequestError(f'logit_bias values must be between -100 and 100, not {b}.', f'logit_bias.{i}')
+            if not abs(b) <= 100: raise RequestError(f'logit_bias values must be between -100 and 100, not {b}.', f'logit_bias.{i}')
 
 _CHOICES = dict(logprobs_of=('raw', 'processed'), accept_law=('coupled', 'rejection'))
 _RANGES = dict(max_tokens=(1, None), min_tokens=(0, None), temperature=(0, 2), top_p=(0, 1), top_k=(0, None), min_p=(0, 1), frequency_penalty=(-2, 2),
-               presence_penalty=(-2, 2), repetition_penalty=(1e-3, 100), repetition_context_size=(1, None), logprobs=(0, 20))
+               presence_penalty=(-2, 2), repetition_penalty=(1e-3, 100), repetition_context_size=(1, 2**20), logprobs=(0, 20))
+
+_WORDS = {'int': 'a whole number', 'float': 'a number', 'bool': 'true or false', 'str': 'text', 'dict[int, float]': 'numbers by token id',
+          'tuple[str, ...]': 'a list of strings', 'tuple[int, ...]': 'a list of token ids'}
+
+def _is(v: Any, kind: str, # a key of _WORDS
+       ) -> bool:
+    "Is the value of that type? A boolean is no number, a whole number is one, and a list will do for a tuple."
+    outer, _, inner = kind.partition('[')
+    if outer == 'tuple': return isinstance(v, tuple | list) and all(_is(x, inner.split(',')[0]) for x in v)
+    if outer == 'dict': return isinstance(v, dict) and all(_is(i, 'int') and _is(b, 'float') for i, b in v.items())
+    if isinstance(v, bool): return kind == 'bool'
+    return isinstance(v, dict(int=int, float=(int, float), bool=bool, str=str)[kind])
+
+def _check_type(name, v, annotation):
+    kinds = [k for k in annotation.split(' | ') if k != 'None']
+    if not (v is None and 'None' in annotation or any(_is(v, k) for k in kinds)):
+        raise RequestError(f'{name} must be {" or ".join(_WORDS[k] for k in kinds)}, not {repr(v)[:60]}.', name)
 
 def _check_range(name, v, lo, hi):
     if v is None: return

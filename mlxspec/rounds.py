@@ -267,6 +267,7 @@ def _propose(run: Running, k: int, offers: list[str]) -> Proposal:
     p = Proposal([], (), reason='no_drafter')
     for g in run.guests:
         if g.kind not in offers: continue
+        g.look(run.cache)
         p = g.propose(min(k - 1, g.drafter.max_drafts), DraftLaw(run.law, len(run.seq.tokens), run.past))
         if len(p): break
     return p

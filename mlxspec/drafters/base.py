@@ -174,6 +174,10 @@ class Guest:
         elif self.state is None: self._invite()
         return self.state is not None and self._call(self.drafter.ready, self.state, otherwise=False)
 
+    def look(self, cache: list) -> None: # the target's, for this sequence alone
+        "Show the target's cache to a drafter that reads it."
+        if self.state is not None and (look := getattr(self.drafter, 'look', None)): self._call(look, [self.state], [cache])
+
     def propose(self, k: int, # most drafts wanted
                 law: Any) -> Proposal: # the request's law; the drafter may use its noise
         "At most `k` drafts; an empty proposal names its reason."
