@@ -5,7 +5,7 @@
     python tools/train_demo.py head --steps 2000    # the head, on the frozen target
     python tools/train_demo.py export               # write what the checkpoints hold into the package
 
-Needs torch, tokenizers, safetensors, numpy. What is taught lives in mlxspec/curriculum.py.
+Needs torch, tokenizers, safetensors, numpy. What is taught lives in mlxspec/exercises.py and mlxspec/curriculum.py.
 """
 import argparse, json, math, random, re, time
 from pathlib import Path
@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, Regex, decoders, models, pre_tokenizers, train
 import sys
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from mlxspec import curriculum as C
+from mlxspec import curriculum as C, exercises as X
 
 ASSETS = ROOT/'mlxspec'/'assets'
 TARGET, HEAD = ASSETS/'mlxspec-demo', ASSETS/'mlxspec-demo-mtp'
@@ -48,13 +48,13 @@ TEMPLATE = '''{%- if messages[0].role == 'system' %}{% set system = messages[0].
 # --- tokenizer
 def corpus(n, seed=0, again=300):
     "Conversations as text, for the merges, and the word lists in both forms that texts use: after a space, at a line start."
-    r, made_up = random.Random(seed), C.syllables
-    C.syllables = lambda r, n: r.choice(C.WORDS) # made-up words would fill the vocabulary with their syllables
+    r, made_up = random.Random(seed), X.syllables
+    X.syllables = C.syllables = lambda r, n: r.choice(C.WORDS) # made-up words would fill the vocabulary with their syllables
     for _ in range(n):
         it = C.conversation(r, 1, tasks=dict.fromkeys(C.TASKS, 1)) # all kinds alike: the vocabulary does not hang on the mixture
         yield C.render(it.messages, it.tools) + it.answer + '<|im_end|>\n'
-    C.syllables = made_up
-    for w in C.WORDS + C.NAMES + C.CITIES + C.DAYS + C.MONTHS: yield ' '.join([w]*again) + '\n' + '\n'.join([w]*again)
+    X.syllables = C.syllables = made_up
+    for w in C.WORDS + C.NAMES + C.CITIES + C.DAYS + X.MONTHS: yield ' '.join([w]*again) + '\n' + '\n'.join([w]*again)
 
 def train_tokenizer(n=4000):
     "Byte-level BPE with single digits; every byte has a token, so any text can be said."
@@ -64,7 +64,7 @@ def train_tokenizer(n=4000):
     t.train_from_iterator(corpus(n), trainers.BpeTrainer(vocab_size=CONFIG['vocab_size'], special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
     TARGET.mkdir(parents=True, exist_ok=True)
     t.save(str(TARGET/'tokenizer.json'))
-    words = C.WORDS + C.NAMES + C.CITIES + C.DAYS + C.MONTHS
+    words = C.WORDS + C.NAMES + C.CITIES + C.DAYS + X.MONTHS
     print('vocabulary', t.get_vocab_size(), 'single tokens: after a space', sum(len(t.encode(' ' + w).ids) == 1 for w in words), 'at a line start', sum(len(t.encode(w).ids) == 1 for w in words), 'of', len(words))
     tc = dict(tokenizer_class='PreTrainedTokenizerFast', eos_token='<|im_end|>', pad_token='<|endoftext|>', bos_token=None, unk_token=None, model_max_length=4096, clean_up_tokenization_spaces=False,
               tool_parser_type='json_tools', added_tokens_decoder={str(i): dict(content=s, lstrip=False, rstrip=False, normalized=False, single_word=False, special=i < 3) for i, s in enumerate(SPECIAL)})
