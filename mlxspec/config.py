@@ -18,9 +18,9 @@ from .core import ConfigError, Params
 
 # %% auto #0
 __all__ = ['log', 'ALL', 'PROBE', 'TRUE', 'FALSE', 'WORDS', 'PARSE', 'TABLE', 'SAMPLING', 'option', 'Row', 'table_of',
-           'parse_bool', 'either', 'accepted', 'check', 'typed', 'within', 'Settings', 'near_miss', 'row', 'override',
-           'raw_env', 'from_env', 'read_file', 'user_file', 'config_files', 'load_settings', 'settings_table',
-           'options_markdown']
+           'parse_bool', 'either', 'accepted', 'parse_path', 'check', 'typed', 'within', 'Settings', 'near_miss', 'row',
+           'override', 'raw_env', 'from_env', 'read_file', 'user_file', 'config_files', 'load_settings',
+           'settings_table', 'options_markdown']
 
 # %% ../nbs/01_config.ipynb #be1657b8
 log = logging.getLogger('mlxspec')
@@ -90,7 +90,13 @@ def accepted(row: Row,
     return f'{what} of at least {row.lo}' if row.hi is None else f'{what} between {row.lo} and {row.hi}'
 
 # %% ../nbs/01_config.ipynb #24f26bc8
-PARSE = dict(bool=parse_bool, int=int, float=float, str=str, Path=lambda t: Path(t).expanduser())
+def parse_path(text: str) -> Path:
+    "A path with ~ expanded; ValueError for none, for an unknown user, and for what no file system takes."
+    if not text or '\0' in text: raise ValueError(text)
+    try: return Path(text).expanduser()
+    except RuntimeError as e: raise ValueError(text) from e
+
+PARSE = dict(bool=parse_bool, int=int, float=float, str=str, Path=lambda t: parse_path(t))
 
 def check(row: Row,
           value: Any,  # text, or a value of the option's type
@@ -102,7 +108,7 @@ def check(row: Row,
         v = PARSE[row.kind](value.strip()) if text else typed(row.kind, value)
         good = v in row.choices if row.choices else within(v, row.lo, row.hi)
     except ValueError: good = False
-    if not good: raise ConfigError(f'{where} must be {accepted(row, text)}, not {value!r}.')
+    if not good: raise ConfigError(f'{where} must be {accepted(row, text)}, not {repr(value)[:60]}.')
     return v
 
 def typed(kind: str, value: Any) -> Any:
@@ -113,8 +119,8 @@ def typed(kind: str, value: Any) -> Any:
     return value
 
 def within(v: Any, lo: float | None, hi: float | None) -> bool: # False for NaN
-    "Is `v` in its range? Text that is empty is in none."
-    if v == '': return False
+    "Is `v` in its range? Text that is empty, or that UTF-8 cannot write, is in none."
+    if isinstance(v, str): return bool(v.encode()) and '\0' not in v # UnicodeEncodeError is a ValueError
     return (lo is None or v >= lo) and (hi is None or v <= hi)
 
 # %% ../nbs/01_config.ipynb #60629382

@@ -7,13 +7,14 @@ Docs: https://mlxspec.github.io/mlxspec/text.html.md"""
 # %% ../nbs/09_text.ipynb #8df6dc0f
 from __future__ import annotations
 
+import json
 from collections import deque
 from typing import Any
 
 from .core import RequestError
 
 # %% auto #0
-__all__ = ['Piece', 'find_stop', 'undecided', 'TextStream', 'ChatFormat']
+__all__ = ['Piece', 'find_stop', 'undecided', 'TextStream', 'must_be_text', 'ChatFormat']
 
 # %% ../nbs/09_text.ipynb #35df8b14
 def find_stop(text: str, # everything not yet shown
@@ -81,6 +82,11 @@ class TextStream:
         return out
 
 # %% ../nbs/09_text.ipynb #8d6f7621
+def must_be_text(text: str) -> None:
+    "RequestError for half of a surrogate pair: Python strings and JSON can hold one, no tokenizer can."
+    try: text.encode()
+    except UnicodeEncodeError as e: raise RequestError(f'The prompt holds half of a character, {text[e.start]!a}.', 'messages') from None
+
 class ChatFormat:
     "How one model's tokenizer writes chats. Usable from any thread."
     def __init__(self, tokenizer: Any): # an mlx-lm TokenizerWrapper
@@ -97,12 +103,16 @@ class ChatFormat:
               ) -> list[int]: # token ids
         "Render and tokenise a chat, ready for the answer; RequestError when the template refuses."
         if not self.has_template: raise RequestError('This model has no chat template; use plain text completion.', 'messages')
-        from jinja2 import TemplateError
-        try: return list(self.tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, **kwargs))
-        except (TemplateError, ValueError, TypeError, KeyError) as e:
-            raise RequestError(f'The chat template cannot render these messages: {str(e).splitlines()[0][:200]}', 'messages') from e
+        try:
+            must_be_text(json.dumps([messages, tools, kwargs], ensure_ascii=False, default=str))
+            return list(self.tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, **kwargs))
+        except RequestError: raise
+        except Exception as e: # a template is a program: given the right messages it may raise anything
+            why = (str(e).splitlines() or [type(e).__name__])[0][:200]
+            raise RequestError(f'The chat template cannot render these messages: {why}', 'messages') from e
 
     def encode_text(self, text: str) -> list[int]:
         "Tokenise raw text; special tokens are added at the start unless the text has them."
         bos = self.tokenizer.bos_token
+        must_be_text(text)
         return list(self.tokenizer.encode(text, add_special_tokens=bos is None or not text.startswith(bos)))
