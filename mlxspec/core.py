@@ -43,9 +43,10 @@ class RequestError(MlxspecError):
     def __init__(self, message: str, # one sentence
                  param: str | None = None, # such as `temperature` or `messages[1].content`
                  code: str = 'invalid_value', # the code in the error body
-                 status: int = 400): # HTTP status
+                 status: int = 400, # HTTP status
+                 retry_after: int | None = None): # seconds after which it may work; None: never
         super().__init__(message)
-        self.param, self.code, self.status = param, code, status
+        self.param, self.code, self.status, self.retry_after = param, code, status, retry_after
 
 class EngineError(MlxspecError):
     "The engine failed a request that was right; the next request is unaffected."
@@ -78,6 +79,7 @@ class Params:
     top_k: int = 0                  # most likely tokens kept; 0 or >= vocabulary keeps all
     min_p: float = 0.0              # least probability kept, relative to the most likely token
     seed: int | None = None         # any integer; None draws one, which is echoed in the stats
+    index: int = 0                  # which of n choices this is; each has noise of its own
     logit_bias: dict[int, float] = field(default_factory=dict) # token id -> added to its logit
     frequency_penalty: float = 0.0  # times the token's count in the output
     presence_penalty: float = 0.0   # once for a token that is in the output

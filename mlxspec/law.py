@@ -191,9 +191,8 @@ class Law:
                  vocab: int, # size of the target's vocabulary
                  start: int = 0, # tokens in the prompt: position of the first output token
                  ends: Collection[int] = (), # ids that end the text
-                 mask: Mask | None = None, # what may be said next
-                 index: int = 0): # which of n choices
-        self.params, self.vocab, self.start, self.mask, self.index = params, vocab, start, mask, index
+                 mask: Mask | None = None): # what may be said next
+        self.params, self.vocab, self.start, self.mask = params, vocab, start, mask
         p = params
         self.penalised = p.repetition_penalty != 1 or bool(p.presence_penalty) or bool(p.frequency_penalty)
         self.rejects = p.accept_law == 'rejection' and p.temperature > 0
@@ -214,7 +213,7 @@ class Law:
 
     def keys(self, position: int, rows: int, purpose: int = TOKEN) -> list[int]:
         "Keys of the noise from `position` on."
-        return [noise_key(self.params.seed or 0, position + i, self.index, purpose) for i in range(rows)]
+        return [noise_key(self.params.seed or 0, position + i, self.params.index, purpose) for i in range(rows)]
 
     def said(self, logits: mx.array, position: int, past: Past | None, block: mx.array, mask: mx.array | None) -> mx.array:
         "Logits [L, V] after bias, penalties and mask; arguments as for `rows`."
