@@ -8,6 +8,8 @@ Docs: https://mlxspec.github.io/mlxspec/cli.html.md"""
 from __future__ import annotations
 
 import argparse
+import errno
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -17,9 +19,10 @@ from .config import ALL, TABLE, Settings, either, load_settings, near_miss, sett
 from .core import ConfigError, MlxspecError
 
 # %% auto #0
-__all__ = ['Command', 'COMMANDS', 'URL', 'Parser', 'add_options', 'command', 'parser_of', 'overview', 'version', 'unknown',
-           'unknown_command', 'parse', 'load', 'console', 'prompt_text', 'response_body', 'with_drafts', 'print_stream',
-           'generate', 'demo', 'serve', 'probe', 'policy_show', 'policy_export', 'policy_clear', 'run_command', 'main']
+__all__ = ['Command', 'COMMANDS', 'URL', 'UNWRITABLE', 'Parser', 'add_options', 'command', 'parser_of', 'overview', 'version',
+           'unknown', 'unknown_command', 'parse', 'load', 'console', 'prompt_text', 'response_body', 'with_drafts',
+           'print_stream', 'generate', 'demo', 'serve', 'probe', 'policy_show', 'policy_export', 'policy_clear',
+           'run_command', 'open_streams', 'complain', 'main']
 
 # %% ../nbs/60_cli.ipynb #130b5faa
 class Parser(argparse.ArgumentParser):
@@ -124,11 +127,16 @@ def load(settings: Settings) -> Any: # an Engine with its weights loaded
 def console() -> Any: # a rich console on standard output
     "A console that leaves text as it is."
     from rich.console import Console
-    return Console(highlight=False, markup=False, emoji=False, soft_wrap=True, force_jupyter=False)
+    class Plain(Console):
+        def on_broken_pipe(self) -> None: raise # `main` says what it means; rich would exit with 1
+    return Plain(highlight=False, markup=False, emoji=False, soft_wrap=True, force_jupyter=False)
 
 def prompt_text(given: str) -> str:
-    "The prompt, or standard input for `-`."
-    text = sys.stdin.read() if given == '-' else given
+    "The prompt, or standard input for `-`. ConfigError when there is none, or when it is not UTF-8."
+    if given == '-' and sys.stdin is None: raise ConfigError('The prompt is empty: standard input is closed.')
+    try: # a locale without UTF-8 hands over bytes in disguise
+        text = (sys.stdin.buffer.read() if given == '-' else given.encode(errors='surrogateescape')).decode()
+    except UnicodeError as e: raise ConfigError(f'The prompt is not UTF-8 ({e}).') from None
     if not text.strip(): raise ConfigError('The prompt is empty.')
     return text
 
@@ -167,6 +175,7 @@ def generate(args: argparse.Namespace, settings: Settings) -> int:
     import json
 
     from mlxspec.demo import as_chat, marked
+    if args.json and args.show: raise ConfigError('--json and --show exclude each other.')
     text, settings = prompt_text(args.prompt), with_drafts(settings, args.num_draft_tokens)
     with load(settings) as engine:
         prompt = as_chat(engine, text)
@@ -263,17 +272,31 @@ def run_command(argv: list[str]) -> int: # exit code
         return f(args, load_settings(given))
     return 0
 
+UNWRITABLE = errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG
+
+def open_streams() -> None:
+    "Put something in the place of closed streams, and let no character of an answer be too much for the locale."
+    for name in ('stdout', 'stderr'):
+        if getattr(sys, name) is None: setattr(sys, name, open(os.devnull, 'w'))
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper): stream.reconfigure(errors='backslashreplace')
+
+def complain(sentence: str, code: int) -> int: # the same code
+    "One line on standard error, whatever the sentence holds."
+    print('mlxspec:', ' '.join(sentence.split()), file=sys.stderr)
+    return code
+
 def main(argv: list[str] | None = None, # without the program's name; None: the process's own
         ) -> int: # exit code
     "The command line."
     try:
+        open_streams()
         code = run_command(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
         return code
-    except MlxspecError as e:
-        print('mlxspec:', ' '.join(str(e).split()), file=sys.stderr)
-        return e.exit_code
+    except MlxspecError as e: return complain(str(e), e.exit_code)
     except KeyboardInterrupt: return 130
-    except BrokenPipeError:
+    except OSError as e:
+        if e.errno not in UNWRITABLE or e.filename is not None: raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1) # or Python complains when it flushes on exit
-        return 141
+        return 141 if e.errno == errno.EPIPE else complain(f'Cannot write the output: {e.strerror}.', 74)

@@ -1,4 +1,5 @@
 "The command line as a person or a script meets it: output, exit codes, one sentence per mistake."
+import contextlib
 import json
 import os
 import signal
@@ -68,7 +69,9 @@ def test_version():
     (['policy', 'show', '--url', 'http://127.0.0.1:1'], ['No server answers at http://127.0.0.1:1']), (['policy', 'clear', '--url', 'http://x'], ['--url']),
     (['generate'], ['--prompt']), (['generate', '-p', ' \n'], ['The prompt is empty.']), (['generate', '-p', '-'], ['The prompt is empty.']),
     (['generate', '-p', 'x', '--host', 'y'], ['--host is an option of mlxspec serve']), (['generate', '-p', 'x', '--seed', 'y'], ['--seed']),
-    (['generate', '-p', 'x', '--temperature', 'nan'], ['between 0 and 2'])])
+    (['generate', '-p', 'x', '--temperature', 'nan'], ['between 0 and 2']), (['generate', '-p', 'x', '--json', '--show'], ['--json and --show']),
+    (['serve', '--cache-dir', '~nobody-of-this-name/x'], ['--cache-dir must be a path']), (['serve', '--config='], ['--config must be a path']),
+    (['serve', '--served-model-name', b'\xff'], ['--served-model-name must be non-empty text'])])
 def test_a_mistake_is_one_sentence(args, words, tmp_path): refused(run(*args, cwd=tmp_path), *words)
 
 
@@ -196,3 +199,46 @@ def test_a_reader_that_goes_away_is_nobodys_fault():
     done = subprocess.run([MLXSPEC, 'version'], stdout=w, stderr=subprocess.PIPE, text=True)
     os.close(w)
     assert (done.returncode, done.stderr) == (141, '')
+
+
+SAY = ['generate', '-p', 'Repeat: é é “x”', '--max-tokens', '4']
+
+
+@pytest.mark.parametrize('env', [dict(PYTHONIOENCODING='ascii'), dict(LC_ALL='C', PYTHONUTF8='0', PYTHONCOERCECLOCALE='0')])
+def test_a_locale_without_utf8_still_answers(env, monkeypatch):
+    for name in ('PYTHONUTF8', 'PYTHONIOENCODING', 'LC_ALL'): monkeypatch.delenv(name, raising=False)
+    done = run('demo', '--prompt', SAY[2], '--max-tokens', '2', env=env)
+    assert (done.returncode, done.stderr) == (0, '') and '1. Repeat: \\xe9 \\xe9 \\u201cx\\u201d' in done.stdout
+
+
+def test_a_prompt_that_is_no_text():
+    for text in ('\udcff', '\ud83d'): # a stray byte of a command line, and half a character
+        with pytest.raises(cli.ConfigError, match='^The prompt is not UTF-8'): cli.prompt_text(text)
+    assert cli.prompt_text('\udcc3\udca9') == 'é'
+    for args in (['-p', '-'], ['-p', b'\xff\xfe']):
+        done = subprocess.run([MLXSPEC, 'generate', *args], input=b'\xff\xfe', capture_output=True)
+        assert done.returncode == 2 and done.stdout == b'' and done.stderr.startswith(b'mlxspec: The prompt is not UTF-8 (')
+
+
+def shell(line):
+    "The script as a shell line starts it."
+    return subprocess.run(['sh', '-c', line.replace('mlxspec', MLXSPEC)], capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='/dev/full')
+@pytest.mark.parametrize('line, code, err', [
+    ('mlxspec version >&-', 0, ''), ('mlxspec version >&- 2>&- <&-', 0, ''), ('mlxspec generate -p "" 2>&-', 2, ''),
+    ('mlxspec generate -p - <&-', 2, 'mlxspec: The prompt is empty: standard input is closed.\n'),
+    ('mlxspec version >/dev/full', 74, 'mlxspec: Cannot write the output: No space left on device.\n')])
+def test_closed_and_full_streams(line, code, err):
+    done = shell(line)
+    assert (done.returncode, done.stdout, done.stderr) == (code, '', err)
+
+
+def test_a_marked_text_for_a_reader_that_went_away():
+    r, w = os.pipe()
+    os.close(r)
+    console = cli.console()
+    console.file = open(w, 'w', buffering=1)
+    with pytest.raises(BrokenPipeError): console.print('x\n' * 9999)
+    with contextlib.suppress(BrokenPipeError): console.file.close()
