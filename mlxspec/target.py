@@ -47,21 +47,21 @@ def _fetch(repo: str) -> Path:
     except (OSError, ValueError, HfHubHTTPError) as e: # not cached and offline, no such repository, no network, no access
         raise ModelError(f'{repo} is not a directory here and could not be fetched ({type(e).__name__}).') from e
 
-# %% ../nbs/07_target.ipynb #b565d1ed
+# %% ../nbs/07_target.ipynb #88a315b8
 def load_files(path: Path, # a directory from `model_path`
               ) -> tuple[nn.Module, TokenizerWrapper, dict]: # model, tokenizer, config.json
     "Load weights and tokenizer with mlx-lm; ModelError when they do not make a model."
     try:
         model, config = load_model(path)
         tokenizer = load_tokenizer(path, eos_token_ids=config.get('eos_token_id'))
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as e: # everything a broken directory raises in mlx-lm
-        raise ModelError(f'{path.name} cannot be loaded: {_first_line(e)}') from e
+    except Exception as e: # what a broken directory makes mlx-lm and transformers raise has no common class
+        raise ModelError(f'{path.name} cannot be loaded: {_one_line(e)}') from e
     tokenizer.model_max_length = int(1e30) # a prompt that is too long is refused by the engine; transformers would warn as well
     return model, tokenizer, config
 
-def _first_line(e: BaseException) -> str:
-    text = str(e).strip().split('\n')[0]
-    return f'{text[:200]}{"" if text.endswith(".") else "."}' if text else f'{type(e).__name__}.'
+def _one_line(e: BaseException) -> str:
+    text = f'it has no {e}' if isinstance(e, KeyError) else ' '.join(str(e).split()) or type(e).__name__
+    return text[:200].rstrip(' .?:,') + '.'
 
 # %% ../nbs/07_target.ipynb #8d4ff1b3
 class Tap:
@@ -92,7 +92,7 @@ def layer_of(model: nn.Module, which: int | str, # index, or 'pre': the last one
             ) -> nn.Module:
     "A layer of an mlx-lm model; ModelError when it has no such layer."
     layers = getattr(body_of(model), 'layers', [])
-    n = len(layers) - 1 if which == 'pre' else which
+    n = len(layers) - 1 if which == 'pre' else int(which)
     if not 0 <= n < len(layers): raise ModelError(f'{type(model).__module__} here has {len(layers)} layers, so there is no layer {n} to read.')
     return layers[n]
 
@@ -222,6 +222,7 @@ class Target:
         self.homes, self.attention = listen(model), attention_homes(model)
         self.ways: Ways = OneWay() # how blocks are run; whoever has probed puts the answer here
         self.vocab_size: int = self._probe()
+        self.eos = frozenset(i for i in self.tokenizer.eos_token_ids if 0 <= i < self.vocab_size) # a config may name others
         self.rollback: str | None = choose_rollback(self)
 
     @classmethod
@@ -234,7 +235,7 @@ class Target:
     def _probe(self) -> int:
         "One forward of one token: the model runs, and its logits say how large the vocabulary is."
         try: logits = self.forward(mx.zeros((1, 1), dtype=mx.int32), self.make_cache()).logits
-        except (ValueError, TypeError, AttributeError) as e: raise ModelError(f'{self.name} does not run as a language model: {_first_line(e)}') from e
+        except (ValueError, TypeError, AttributeError) as e: raise ModelError(f'{self.name} does not run as a language model: {_one_line(e)}') from e
         mx.eval(logits)
         return logits.shape[-1]
 

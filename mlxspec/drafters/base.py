@@ -81,7 +81,7 @@ _REPO = re.compile(r'\w[\w.-]*/[\w.-]+')
 # %% ../../nbs/10_drafters.ipynb #3c8b2009
 def load_net(path: Path, # directory of a drafter
              family: str, # for messages
-             classes: tuple[type, type], # network, and arguments with `from_dict`
+             classes: tuple[type[nn.Module], type], # network, and arguments with `from_dict`
             ) -> tuple[Any, dict]: # network, config.json
     "Load a drafter with mlx-lm; PairError that says what is wrong with it."
     if not list(path.glob('*.safetensors')):

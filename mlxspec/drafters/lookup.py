@@ -8,6 +8,7 @@ Docs: https://mlxspec.github.io/mlxspec/lookup.html.md"""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..core import Proposal, SequenceView
 from .base import register
@@ -68,8 +69,10 @@ class LookupState:
         for t in tokens[self.index.size:]: self.index.append(t)
         return self.index.match()
 
-    def fork(self) -> LookupState: return LookupState(self.seq) # built again from the tokens
+    def fork(self, seq: SequenceView) -> LookupState: return LookupState(seq) # built again from the tokens
     def close(self) -> None: self.index = Automaton()
+    def save(self) -> None: return None # the tokens are enough
+    def restore(self, saved: Any, rows: int) -> None: pass
 
 class Lookup:
     "Drafts what followed the longest earlier occurrence of the text's end."

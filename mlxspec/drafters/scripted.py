@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..core import Proposal, SequenceView
 
@@ -25,8 +26,10 @@ class ScriptState:
     "The drafter's place in one sequence."
     seq: SequenceView
     rounds: int = 0
-    def fork(self): return ScriptState(self.seq, self.rounds)
-    def close(self): pass
+    def fork(self, seq: SequenceView) -> ScriptState: return ScriptState(seq, self.rounds)
+    def close(self) -> None: pass
+    def save(self) -> None: return None
+    def restore(self, saved: Any, rows: int) -> None: pass
 
 @dataclass
 class Scripted:
