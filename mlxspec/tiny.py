@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 # %% auto #0
 __all__ = ['KINDS', 'SPECIAL', 'tiny_config', 'tiny_model', 'redrawn', 'byte_tokenizer', 'save_tiny', 'tensors', 'save_weights',
-           'save_tiny_mtp', 'overfit', 'packed', 'save_precisions', 'Eager', 'round_cost']
+           'save_tiny_mtp', 'save_tiny_assistant', 'overfit', 'packed', 'save_precisions', 'Eager', 'round_cost']
 
 # %% ../nbs/53_tiny.ipynb #ba9ae53e
 _BASE = dict(hidden_size=32, num_hidden_layers=2, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
@@ -145,6 +145,22 @@ def _mlp_shapes(c: dict, raw: bool, fused: bool) -> dict[str, tuple[int, ...]]:
     if raw and fused: return out | {f'{p}experts.gate_up_proj': (E, 2 * M, H), f'{p}experts.down_proj': (E, H, M)}
     if raw: return out | {f'{p}experts.{e}.{n}.weight': s for e in range(E) for n, s in three(M).items()}
     return out | {f'{p}switch_mlp.{n}.weight': (E, *s) for n, s in three(M).items()}
+
+# %% ../nbs/53_tiny.ipynb #46d6c119
+def save_tiny_assistant(path: Path, # directory to fill
+                        dtype: mx.Dtype = mx.float32, seed: int = 1,
+                        ordered: bool = False, # with groups of tokens
+                        **changes) -> Path: # keys of text_config to change; returns the directory
+    "Write a random gemma4_assistant that fits the tiny `gemma4`."
+    from mlxspec.drafters.gemma4_assistant import Assistant, AssistantArgs
+    of_target = {k: v for k, v in tiny_config('gemma4').items() if k not in ('layer_types', 'final_logit_softcapping')}
+    text = of_target | dict(num_hidden_layers=4, num_kv_shared_layers=4, layer_types=['sliding_attention'] * 3 + ['full_attention'],
+                            hidden_size_per_layer_input=0, vocab_size_per_layer_input=0, use_double_wide_mlp=False, tie_word_embeddings=True)
+    config = dict(model_type='gemma4_assistant', backbone_hidden_size=32, block_size=4, tie_word_embeddings=True, use_ordered_embeddings=ordered,
+                  num_centroids=8, centroid_intermediate_top_k=2, text_config=text | changes)
+    weights = tensors(redrawn(Assistant(AssistantArgs.from_dict(config)), dtype, seed))
+    if ordered: weights['masked_embedding.token_ordering'] = mx.random.permutation(264, key=mx.random.key(seed)).astype(mx.int64)
+    return save_weights(path, weights, config)
 
 # %% ../nbs/53_tiny.ipynb #ff2c14f6
 def overfit(net: Any, # a head

@@ -164,10 +164,14 @@ class _Nowhere: tokens, prompt_len, params = [0, 0], 2, Params() # a sequence of
 def try_out(drafter: Any) -> Any: # the drafter
     "Make two guesses; PairError when the head cannot be computed here."
     widen_experts(drafter.net)
-    state, law = drafter.open(_Nowhere()), DraftLaw(Law(_Nowhere.params, drafter.target.vocab_size), 2)
+    target, zero = drafter.target, mx.array([[0]])
+    state, law, cache = drafter.open(_Nowhere()), DraftLaw(Law(_Nowhere.params, target.vocab_size), 2), target.make_cache()
     try:
-        drafter.observe([state], [[0]], [mx.zeros((1, drafter.embed(mx.array([[0]])).shape[-1]), drafter.dtype)], [0])
+        drafter.observe([state], [[0]], [mx.zeros_like(target.embed(zero)[0])], [0])
+        if hasattr(drafter, 'look'):
+            target.prefill(zero, cache)
+            drafter.look([state], [cache])
         mx.eval(drafter.propose([state], [2], [law])[0].tokens)
     except (RuntimeError, ValueError, TypeError) as e:
-        raise PairError(f'{drafter.name} cannot run with {drafter.target.name} on this machine: {" ".join(str(e).split())[:200]}') from e
+        raise PairError(f'{drafter.name} cannot run with {target.name} on this machine: {" ".join(str(e).split())[:200]}') from e
     return drafter
