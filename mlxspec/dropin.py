@@ -21,6 +21,7 @@ from .config import load_settings
 from .core import Chunk, ConfigError, Params, Rows
 from .drafters import lookup # noqa: F401  (registers itself)
 from .drafters.base import build
+from .engine import admit
 from .exactness import AHEAD, finish
 from .law import NO_DRAFTS, TOKEN, Law, checked, normalise
 from .pairing import make_exactness
@@ -84,9 +85,10 @@ def _law(params: Params, vocab: int, sampler: Callable | None, processors: list[
 
 def _prompt_ids(chat: ChatFormat, prompt: Any) -> list[int]:
     if isinstance(prompt, str): return chat.encode_text(prompt)
-    ids = prompt.tolist() if isinstance(prompt, mx.array) else list(prompt)
-    if not ids: raise ConfigError('The prompt is empty.')
-    return ids
+    ids = prompt.tolist() if isinstance(prompt, mx.array) else prompt
+    if not isinstance(ids, list | tuple) or any(isinstance(t, bool) or not isinstance(t, int) for t in ids):
+        raise ConfigError('A prompt is text, a list of token ids or an array of them.')
+    return list(ids)
 
 def _open(model, tokenizer, prompt, max_tokens, drafter, sampler, processors, prompt_cache, max_kv_size, k, params) -> tuple[Target, Running]:
     "Everything that can be refused is refused here."
@@ -95,7 +97,8 @@ def _open(model, tokenizer, prompt, max_tokens, drafter, sampler, processors, pr
     target = Target(model, tokenizer, {}, 'model')
     p = Params(max_tokens=max_tokens if max_tokens > 0 else 2**62, **({'seed': 0} | params))
     ids = _prompt_ids(ChatFormat(target.tokenizer), prompt)
-    seq = Sequence(ids, p, TextStream(target.tokenizer.detokenizer, p.stop), frozenset(target.tokenizer.eos_token_ids))
+    p = admit(ids, p, target.vocab_size, None)
+    seq = Sequence(ids, p, TextStream(target.tokenizer.detokenizer, p.stop), target.eos)
     names = [] if sampler else [n for n in (drafter or 'none').split(',') if n != 'none']
     cache = prompt_cache or make_prompt_cache(model, max_kv_size) if prompt_cache is not None or max_kv_size else None
     made = _exact(target, tuple(build(n, target) for n in names), k, len(ids) + min(p.max_tokens, AHEAD), cache)

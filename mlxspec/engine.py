@@ -17,6 +17,7 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -268,15 +269,16 @@ class Engine:
     def encode(self, prompt: str | list[int] | list[dict]) -> list[int]:
         "Token ids of a text, of chat messages, or of token ids; RequestError for anything else."
         if isinstance(prompt, str): return self.chat.encode_text(prompt)
-        messages, ids = [m for m in prompt if isinstance(m, dict)], [t for t in prompt if isinstance(t, int)]
-        if max(len(messages), len(ids)) < len(prompt): raise RequestError('A prompt is text, a list of chat messages or a list of token ids.', 'messages')
-        return self.chat.encode(messages) if messages else ids
+        things: list[Any] = list(prompt) if isinstance(prompt, list | tuple) else [None]
+        if all(isinstance(t, int) and not isinstance(t, bool) for t in things): return things
+        if all(isinstance(m, dict) for m in things): return self.chat.encode(things)
+        raise RequestError('A prompt is text, a list of chat messages or a list of token ids.', 'messages')
 
     def submit(self, prompt: list[int], params: Params, on_chunk: Callable[[Chunk], object] | None = None) -> Job:
         "Queue a request; never blocks. `on_chunk` runs on the owner thread."
         params = admit(prompt, params, self.vocab_size, self.context_length)
         tokenizer = self._target.tokenizer
-        seq = Sequence(prompt, params, TextStream(tokenizer.detokenizer, params.stop), frozenset(tokenizer.eos_token_ids))
+        seq = Sequence(prompt, params, TextStream(tokenizer.detokenizer, params.stop), self._target.eos)
         cancelled = threading.Event()
         work = decode(self._target, seq, self._plan, on_chunk, self._scheduler.record_batch_step)
         return Job(params, seq.stats, self._scheduler.submit_stepper(work, cancelled), cancelled)
@@ -284,12 +286,14 @@ class Engine:
     def generate(self, prompt: str | list[int] | list[dict], # text, token ids or chat messages
                  **params) -> Result: # fields of Params
         "The whole answer. An interrupt cancels it."
+        self._scheduler.may_wait()
         job = self.submit(self.encode(prompt), self.settings.params(**params))
         try: return job.future.result()
         finally: job.cancel()
 
     def stream(self, prompt: str | list[int] | list[dict], **params) -> Iterator[Chunk]:
         "The answer step by step. Leaving the loop, or an interrupt, cancels the rest."
+        self._scheduler.may_wait()
         box: queue.SimpleQueue = queue.SimpleQueue()
         job = self.submit(self.encode(prompt), self.settings.params(**params), box.put)
         job.future.add_done_callback(box.put)
@@ -301,9 +305,11 @@ class Engine:
     async def astream(self, prompt: str | list[int] | list[dict], **params) -> AsyncIterator[Chunk]:
         "`stream` for an event loop."
         box: asyncio.Queue = asyncio.Queue()
-        put, loop = box.put_nowait, asyncio.get_running_loop()
-        job = self.submit(self.encode(prompt), self.settings.params(**params), lambda c: loop.call_soon_threadsafe(put, c))
-        job.future.add_done_callback(lambda f: loop.is_closed() or loop.call_soon_threadsafe(put, f))
+        loop = asyncio.get_running_loop()
+        def put(x): # from the owner thread; RuntimeError: the loop is closed, so nobody listens
+            with suppress(RuntimeError): loop.call_soon_threadsafe(box.put_nowait, x)
+        job = self.submit(self.encode(prompt), self.settings.params(**params), put)
+        job.future.add_done_callback(put)
         try:
             while not isinstance(chunk := await box.get(), Future): yield chunk
             chunk.result()
@@ -311,4 +317,5 @@ class Engine:
 
     def call(self, fn: Callable, *args) -> Any:
         "Run `fn(*args)` on the owner thread, between two steps, and return its result."
+        self._scheduler.may_wait()
         return self._scheduler.submit_foreground(fn, *args).result()

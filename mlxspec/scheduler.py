@@ -8,6 +8,7 @@ Docs: https://mlxspec.github.io/mlxspec/scheduler.html.md"""
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
 import traceback
@@ -184,7 +185,7 @@ class ModelWorkScheduler:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, # seconds
                  at_end: Callable[[], Any] = lambda: None): # the owner's last act
-        self._desk, self._at_end = Desk(clock, beat=clock()), at_end
+        self._desk, self._at_end, self._pid = Desk(clock, beat=clock()), at_end, os.getpid()
         self._owner = threading.Thread(target=self._main, name='mlxspec-owner', daemon=True)
         self._owner.start()
         atexit.register(self.shutdown)
@@ -204,7 +205,7 @@ class ModelWorkScheduler:
         with self._desk.cond: self._desk.histogram[width] += 1
 
     @property
-    def alive(self) -> bool: return not self._desk.dead
+    def alive(self) -> bool: return not self._desk.dead and self._pid == os.getpid()
     def beat_age(self) -> float: return self._desk.clock() - self._desk.beat # seconds
     def snapshot(self) -> dict:
         "Plain data for `/health`."
@@ -215,6 +216,7 @@ class ModelWorkScheduler:
                 ) -> bool: # whether the owner ended in time
         "Take no more work and end the owner. Afterwards no future is open. Idempotent."
         atexit.unregister(self.shutdown)
+        if self._pid != os.getpid(): return True
         for cancel in ([False, True] if drain else [True]):
             close(self._desk, cancel)
             if threading.current_thread() is self._owner: return False # it ends after this step
@@ -223,7 +225,14 @@ class ModelWorkScheduler:
         abandon(self._desk)
         return not self._owner.is_alive()
 
+    def may_wait(self) -> None:
+        "EngineError on the owner thread, which would wait for itself."
+        if threading.current_thread() is self._owner: raise EngineError("This runs on the engine's own thread, which cannot wait for itself; use submit.")
+
     def _submit(self, queue: deque[Work], work: Work) -> Future:
+        if self._pid != os.getpid(): # the owner, and perhaps its lock, stayed in the parent
+            settle(work.future, 'failed', OwnerStopped('An engine does not survive a fork; load one in this process.'))
+            return work.future
         with self._desk.cond:
             refused = self._desk.closing or self._desk.dead
             if not refused: queue.append(work)
