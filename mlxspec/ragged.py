@@ -25,6 +25,7 @@ class Places:
     "Where sequences end, in tokens."
     def __init__(self, ends: list[int]):
         self.ends, self._made = list(ends), {}
+        self.narrow = False # the model asked for a mask of another kind than the layer's own
 
     def _once(self, key: Any, make: Callable[[], mx.array]) -> mx.array:
         if key not in self._made: self._made[key] = make()
@@ -120,6 +121,7 @@ class RaggedKV:
         "Slot j is seen by row q of a sequence if it is at most q behind the sequence's end, and within the window."
         self.make_room(N)
         shown, window = self.span(N), window_size or self.window
+        self.places.narrow |= return_array or window != self.window
         row, slot = self.places.slots(N, self.base), mx.arange(shown.start, shown.stop)
         seen = slot <= row
         return seen & (slot > row - window) if window else seen
