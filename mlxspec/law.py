@@ -19,9 +19,9 @@ import numpy as np
 from .core import Params, Rows
 
 # %% auto #0
-__all__ = ['PerRow', 'TOKEN', 'DRAFT', 'ACCEPT', 'RESIDUAL', 'Mask', 'NO_DRAFTS', 'normalise', 'alike', 'top_p', 'min_p', 'top_k',
-           'filtered', 'Past', 'penalise', 'noise_key', 'gumbel', 'uniform', 'masks', 'endless', 'checked', 'Law',
-           'spread', 'DraftLaw']
+__all__ = ['PerRow', 'TOKEN', 'DRAFT', 'ACCEPT', 'RESIDUAL', 'Mask', 'NO_DRAFTS', 'COLDEST', 'normalise', 'alike', 'top_p',
+           'min_p', 'top_k', 'filtered', 'Past', 'penalise', 'noise_key', 'gumbel', 'uniform', 'masks', 'endless',
+           'checked', 'Law', 'spread', 'DraftLaw']
 
 # %% ../nbs/04_law.ipynb #e83c850a
 def normalise(logits: mx.array, # [L, V]
@@ -44,7 +44,7 @@ def top_p(x: mx.array, # [L, V] log-probabilities
     mass = mx.exp(s.astype(mx.float32))
     above = mx.cumsum(mass, axis=-1, reverse=True, inclusive=False) # mass of everything more likely
     total = above[..., :1] + mass[..., :1]
-    cut = (above >= p * total).sum(axis=-1, keepdims=True)
+    cut = mx.minimum((above >= p * total).sum(axis=-1, keepdims=True), x.shape[-1] - 1) # the best one stays, also for a p of almost nothing
     return mx.where(x < mx.take_along_axis(s, cut, axis=-1), -math.inf, x)
 
 def min_p(x: mx.array, # [L, V] log-probabilities
@@ -184,6 +184,7 @@ def checked(choice: mx.array, # [L] token ids
 
 # %% ../nbs/04_law.ipynb #e2011ecf
 NO_DRAFTS = mx.array([], dtype=mx.int32)
+COLDEST = 1e-30 # a temperature below it counts as it: already greedy, and nothing overflows
 
 class Law:
     "How one request turns logits into tokens."
@@ -236,7 +237,7 @@ class Law:
         logprobs = scores = normalise(said)
         raw = None if not self._raw else logprobs if said is logits else normalise(logits)
         if T := self.params.temperature:
-            scores = filtered(logprobs, self.params).astype(mx.float32) / T
+            scores = filtered(logprobs, self.params).astype(mx.float32) / max(T, COLDEST)
             choice = mx.argmax(scores + gumbel(self.keys(position, logits.shape[0], purpose), self.vocab), axis=-1)
         else: choice = mx.argmax(logprobs, axis=-1)
         processed = normalise(scores) if self._processed or self.rejects else None
