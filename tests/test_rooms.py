@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-NO_MLX = ('core config blas text sequence reply policy evidence hints gate budget pilot policy_cli scheduler wire server demo exercises curriculum '
+NO_MLX = ('core config blas text sequence reply policy evidence hints gate budget pilot policy_cli admission bands scheduler wire server demo exercises curriculum '
           'cli').split()
 HEAVY = {'mlx', 'mlx_lm', 'transformers', 'torch'}
 

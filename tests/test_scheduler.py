@@ -67,7 +67,7 @@ def test_many_threads_lose_nothing(sched):
         else: assert r == (c, i) or (i % 6 == 4 and isinstance(r, Cancelled))
     s = sched.snapshot()
     assert s['failed'] == 72 and s['completed']['foreground'] + s['cancelled'] == 288
-    assert s['queue_depth'] == {'foreground': 0} and s['running'] == 0
+    assert s['queue_depth'] == dict(foreground=0, postcommit=0, persistence=0) and s['running'] == 0
 
 
 def test_steppers_run_one_after_the_other(sched):
@@ -225,7 +225,7 @@ def test_shutdown_from_the_owner_itself():
 def test_a_dead_owner_fails_everybody_at_once(sched, monkeypatch):
     running, waiting = sched.submit_stepper(steps(10**9)), sched.submit_stepper(steps(1))
 
-    def broken(band): raise RuntimeError('a fault in the scheduler itself')
+    def broken(*args, **kwargs): raise RuntimeError('a fault in the scheduler itself')
     monkeypatch.setattr('mlxspec.scheduler.take', broken)
     for f in (running, waiting): assert f.exception(T).code == 'engine_stalled'
     assert not sched.alive and sched.snapshot()['owner']['alive'] is False
