@@ -22,7 +22,8 @@ from transformers import PreTrainedTokenizerFast
 
 # %% auto #0
 __all__ = ['KINDS', 'SPECIAL', 'tiny_config', 'tiny_model', 'redrawn', 'byte_tokenizer', 'save_tiny', 'tensors', 'save_weights',
-           'save_tiny_mtp', 'save_tiny_assistant', 'overfit', 'packed', 'save_precisions', 'Eager', 'round_cost']
+           'save_tiny_mtp', 'save_tiny_assistant', 'save_tiny_glm', 'overfit', 'packed', 'save_precisions', 'Eager',
+           'round_cost']
 
 # %% ../nbs/53_tiny.ipynb #ba9ae53e
 _BASE = dict(hidden_size=32, num_hidden_layers=2, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
@@ -161,6 +162,39 @@ def save_tiny_assistant(path: Path, # directory to fill
     weights = tensors(redrawn(Assistant(AssistantArgs.from_dict(config)), dtype, seed))
     if ordered: weights['masked_embedding.token_ordering'] = mx.random.permutation(264, key=mx.random.key(seed)).astype(mx.int64)
     return save_weights(path, weights, config)
+
+# %% ../nbs/53_tiny.ipynb #b4a40f3f
+def save_tiny_glm(path: Path, # directory to fill
+                  dtype: mx.Dtype = mx.float32, seed: int = 0, **changes) -> Path: # the same directory
+    "Write a random raw glm4_moe_lite checkpoint with its head."
+    from mlxspec.drafters.glm4_moe_lite_mtp import GlmHead, GlmHeadArgs
+    config = tiny_config('glm4_moe_lite', **changes) | dict(eos_token_id=258)
+    own = tensors(tiny_model('glm4_moe_lite', dtype, seed, **changes))
+    net = redrawn(GlmHead(GlmHeadArgs.from_dict(dict(text_config=config))), dtype, seed + 1)
+    n = config['num_hidden_layers']
+    shards = [_published(w, config) for w in (own, {_behind(k, n): v for k, v in tensors(net).items()})]
+    path.mkdir(parents=True, exist_ok=True)
+    files = {f'model-0000{i + 1}-of-00002.safetensors': w for i, w in enumerate(shards)}
+    for f, w in files.items(): mx.save_safetensors(str(path / f), w, metadata={'format': 'pt'})
+    (path / 'model.safetensors.index.json').write_text(json.dumps(dict(weight_map={k: f for f, w in files.items() for k in w})))
+    (path / 'config.json').write_text(json.dumps(config))
+    byte_tokenizer().save_pretrained(path)
+    return path
+
+def _behind(key: str, n: int) -> str: # name in the head -> name in layer n of a checkpoint
+    inner = {'lm_head': 'shared_head.head', 'model.shared_head_norm': 'shared_head.norm'}
+    for a, b in inner.items(): key = key.replace(a, b)
+    return f'model.layers.{n}.' + key.removeprefix('model.').removeprefix('mtp_block.')
+
+def _published(weights: dict[str, mx.array], c: dict) -> dict[str, mx.array]:
+    out: dict[str, mx.array] = {}
+    for k, w in weights.items():
+        if 'switch_mlp' in k: out |= {k.replace('switch_mlp', f'experts.{e}'): w[e] for e in range(len(w))}
+        elif 'embed_q' in k:
+            both = mx.concatenate([w.swapaxes(-1, -2), weights[k.replace('embed_q', 'unembed_out')]], axis=1)
+            out[k.replace('embed_q', 'kv_b_proj')] = both.reshape(-1, w.shape[1])
+        elif 'unembed_out' not in k: out[k] = w.astype(mx.float32) if 'correction_bias' in k else w
+    return {k: mx.contiguous(w) for k, w in out.items()}
 
 # %% ../nbs/53_tiny.ipynb #ff2c14f6
 def overfit(net: Any, # a head
