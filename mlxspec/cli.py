@@ -22,7 +22,7 @@ from .core import ConfigError, MlxspecError
 __all__ = ['Command', 'COMMANDS', 'URL', 'UNWRITABLE', 'Parser', 'add_options', 'command', 'parser_of', 'overview', 'version',
            'unknown', 'unknown_command', 'parse', 'load', 'console', 'prompt_text', 'response_body', 'with_drafts',
            'print_stream', 'generate', 'demo', 'serve', 'probe', 'policy_show', 'policy_export', 'policy_clear',
-           'run_command', 'open_streams', 'complain', 'main']
+           'split_mtp', 'run_command', 'open_streams', 'complain', 'main']
 
 # %% ../nbs/60_cli.ipynb #130b5faa
 class Parser(argparse.ArgumentParser):
@@ -67,7 +67,7 @@ def parser_of(name: str) -> Parser:
 # %% ../nbs/60_cli.ipynb #c5f81ca1
 def overview() -> str:
     "What `mlxspec --help` prints."
-    shown = (*ALL, 'probe', 'policy show', 'policy export', 'policy clear', 'version')
+    shown = (*ALL, 'probe', 'policy show', 'policy export', 'policy clear', 'split-mtp', 'version')
     lines = [f'  {n:15}{COMMANDS[n][1]}' for n in shown]
     return '\n'.join(['usage: mlxspec COMMAND [options]', '', *lines, '',
                       '`mlxspec COMMAND --help` lists the options of a command.'])
@@ -259,6 +259,23 @@ def policy_clear(args: argparse.Namespace, settings: Settings) -> int:
     from mlxspec import policy_cli as p
     from mlxspec.hints import hint_dir
     print(p.clear(hint_dir(settings.cache_dir)))
+    return 0
+
+# %% ../nbs/60_cli.ipynb #e8734543
+@command('split-mtp', 'Take the MTP head out of a raw checkpoint, as a drafter',
+         source=dict(metavar='MODEL', required=True, help='directory or repository of the checkpoint, as its makers published it'),
+         output=dict(metavar='DIR', required=True, help='directory to make'),
+         block_size=dict(metavar='K', type=int, help='verify rows that the head is for [its depth + 1]'),
+         q_bits=dict(metavar='N', type=int, choices=(2, 3, 4, 5, 6, 8), help='pack its weights [bfloat16]'),
+         q_group_size=dict(metavar='N', type=int, choices=(32, 64, 128), default=64, help='weights that share a scale [64]'))
+def split_mtp(args: argparse.Namespace, settings: Settings) -> int:
+    "Make the directory."
+    from pathlib import Path
+
+    from mlxspec.device import require_mlx
+    require_mlx()
+    from mlxspec.split import split_mtp as split
+    split(args.source, Path(args.output), args.block_size, args.q_bits, args.q_group_size)
     return 0
 
 # %% ../nbs/60_cli.ipynb #63be9269
