@@ -226,19 +226,20 @@ def step(target: Target, run: Running,
          k: int, # verify rows at most; 1 is plain decoding
          arm: str | None = None, # kind of the drafter; None: the first that is ready
          why: str | None = None, # the caller's reason for k = 1
+         ahead: bool = True, # a plain step may queue the next one; False: the cache is wanted as it is after this step
         ) -> tuple[StepResult, Chunk]:
     "Advance a sequence by one step and record it in its stats."
     before, (k, reason) = len(run.seq.emitted), _width(target, run, k, why)
     offers = [] if k == 1 else [arm] if arm else list(arms(run, k))
     if k > 1 and not offers: k, reason = 1, 'no_match'
     if run.flight or k == 1:
-        result, chunk = plain_step(target, run, ahead=k == 1)
+        result, chunk = plain_step(target, run, ahead and k == 1)
         reason = reason or 'in_flight'
     else:
         t0, proposal = time.perf_counter(), _fit(target, run, _propose(run, k, offers))
         draft_s = time.perf_counter() - t0
         if len(proposal): result, chunk = verify_step(target, run, proposal)
-        else: (result, chunk), reason = plain_step(target, run), proposal.reason
+        else: (result, chunk), reason = plain_step(target, run, ahead), proposal.reason
         asked = result.arm if len(proposal) else offers[0] # a silent drafter took its time too
         result = replace(result, wall_s=result.wall_s + draft_s, arm=asked, phases=result.phases | dict(draft=draft_s))
     run.seq.stats.record(result, reason)
