@@ -370,7 +370,7 @@ class BudgetGate(BudgetState):
                   context: int, # context length, tokens
                  ) -> Step:
         "What to run now."
-        self.context = context
+        self.note_depth(context)
         b = self.bucket(width)
         p = b.look
         if p is not None:
@@ -383,7 +383,9 @@ class BudgetGate(BudgetState):
         self.now = held
         return held.step
 
-    def record(self, r: StepResult, # a step that followed `next_step` and was not pinned
+    def note_depth(self, depth: int) -> None: self.context = depth
+
+    def record(self, r: StepResult, # follows `next_step` or `note_depth`; not pinned
                rows: Sequence[tuple[int, int]] = (), # per sequence (drafted, accepted)
               ) -> None:
         "Learn from one step."

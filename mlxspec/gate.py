@@ -104,6 +104,7 @@ class Gate(Protocol):
     "Chooses the next step from what earlier steps delivered. One owner thread; never blocks."
     timeline: deque[Switch]           # the last switches
     def next_step(self, width: int, ks: Mapping[str, Sequence[int]], context: int) -> Step: ...
+    def note_depth(self, depth: int) -> None: ... # context of a step that somebody else chose
     def record(self, r: StepResult) -> None: ... # arm: the one asked for, even if it was silent
     def snapshot(self) -> dict[str, Any]: ...    # plain data
 

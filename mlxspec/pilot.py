@@ -116,7 +116,7 @@ class Course:
         if why := self.rules.refuses(self.place): return plain(why)
         ready = {a: k for a, k in ready.items() if k > 1} # of one row nothing is a draft
         mtp, arm = self.rules.mtp, self.policy.arm(self.tally)
-        if mtp and self.policy.profiling: return self._profile(ready, arm, mtp)
+        if mtp and self.policy.profiling: return self._profile(ready, arm, mtp, context)
         if mtp in ready and arm == 'plain': ready = {a: k for a, k in ready.items() if a != mtp}
         if not ready: return plain('policy' if mtp and arm == 'plain' else 'no_match')
         if self.gate is None: return first(ready, 'force')
@@ -125,8 +125,9 @@ class Course:
         self.by = 'gate'
         return step
 
-    def _profile(self, ready: Mapping[str, int], arm: str, mtp: str) -> Step:
+    def _profile(self, ready: Mapping[str, int], arm: str, mtp: str, context: int) -> Step:
         self.by = 'policy' # the gate listens
+        if self.gate: self.gate.note_depth(context)
         return Step(GateStep.MeasureVerify, ready[mtp], mtp, 'profiling') if arm == 'spec' and mtp in ready else plain('profiling')
 
     @property

@@ -27,6 +27,7 @@ class Says:
     "A gate that says what it is told to, and remembers what it hears."
     def __init__(self, *steps): self.steps, self.asked, self.heard, self.timeline = itertools.cycle(steps), [], [], deque()
     def next_step(self, width, ks, context): self.asked.append(ks); return next(self.steps)
+    def note_depth(self, depth): self.depth = depth
     def record(self, r): self.heard.append(r)
     def snapshot(self): return dict(gate='says', heard=len(self.heard))
 
@@ -105,6 +106,18 @@ def test_while_it_measures_the_policy_owns_the_schedule(gate):
     assert {s.reason for s in steps} == {'profiling'}
     if isinstance(gate, Says): assert len(gate.heard) == PERIOD and not gate.asked # it is fed the same measurements
     if isinstance(gate, WindowGate): assert gate.steps == {HEAD: 2 * BLOCK} and gate.window.steps == 2 * BLOCK - 1 # the first after a switch does not count
+
+
+def test_what_the_policy_measures_is_filed_under_its_context():
+    "The gate's cells are per depth: steps that the policy chose belong to the depth they ran at, not to that of an earlier request."
+    gate = BudgetGate()
+    pilot = Pilot(MtpPolicy(PAIR), gate, Rules(mtp=HEAD))
+    gate.next_step(1, {'lookup': range(2, 5)}, 3000)
+    c = pilot.open(READY)
+    for context in (100, 700):
+        for _ in range(BLOCK):
+            c.record(*done(c.choose(READY, context)))
+    assert {d: sum(cell.n for cell in b.cells.values()) for (_, d), b in gate.buckets.items() if b.cells} == {9: BLOCK, 10: BLOCK}
 
 
 @pytest.mark.parametrize('policy', [MtpPolicy(PAIR, pin=False), MtpPolicy(PAIR, declined=WHY), MtpPolicy(PAIR, adaptive=False)], ids=lambda p: p.snapshot.state)
