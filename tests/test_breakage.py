@@ -1,0 +1,114 @@
+"What breaks other engines: broken directories, prompts of everything, ids that no model has, forks, loops that went away."
+import asyncio
+import json
+import logging
+import os
+import signal
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlxspec import Engine, stream_generate
+from mlxspec.core import ConfigError, EngineError, ModelError, Params, RequestError
+from mlxspec.scheduler import ModelWorkScheduler
+from mlxspec.target import Target
+from mlxspec.tiny import byte_tokenizer, save_tiny, tiny_model
+
+pytestmark = pytest.mark.usefixtures('quiet')
+
+
+def say(name, **keys): # change a JSON file; None takes a key away
+    def change(d):
+        old = json.loads((d/name).read_text())
+        (d/name).write_text(json.dumps({k: v for k, v in (old | keys).items() if v is not None}))
+    return change
+
+
+def put(name, data): return lambda d: (d/name).write_bytes(data)
+def cut(name, n): return lambda d: (d/name).write_bytes((d/name).read_bytes()[:n])
+def config(**keys): return say('config.json', **keys)
+
+
+BROKEN = dict(
+    empty_config=put('config.json', b''), list_config=put('config.json', b'[]'), null_config=put('config.json', b'null'), bare_config=put('config.json', b'{}'),
+    binary_config=put('config.json', b'\xff\0'), cut_weights=cut('model.safetensors', 20000), cut_header=cut('model.safetensors', 1000),
+    empty_weights=cut('model.safetensors', 0), no_weights=lambda d: (d/'model.safetensors').unlink(), cut_tokenizer=cut('tokenizer.json', 100),
+    no_tokenizer=lambda d: (d/'tokenizer.json').unlink(), binary_tokenizer_config=put('tokenizer_config.json', b'\xff'),
+    strange_type=config(model_type='../x'), no_type=config(model_type=None), no_layers=config(num_hidden_layers=None), other_size=config(hidden_size=64),
+    other_vocabulary=config(vocab_size=100), more_layers=config(num_hidden_layers=3), fewer_layers=config(num_hidden_layers=1), no_heads=config(num_attention_heads=0),
+    untied=config(tie_word_embeddings=False), text_as_number=config(rope_theta='x'), text_as_dict=config(rope_scaling='x'), eos_text=config(eos_token_id='x'),
+    context_text=config(max_position_embeddings='12'), generation_list=put('generation_config.json', b'[]'), own_code=config(model_file='x.py'))
+
+
+@pytest.mark.parametrize('how', BROKEN)
+def test_a_broken_directory_is_one_sentence(how, tmp_path):
+    BROKEN[how](save_tiny(tmp_path/'tiny', 'llama'))
+    with pytest.raises(ModelError) as e: Target.load(tmp_path/'tiny')
+    text = str(e.value)
+    assert 'tiny' in text and '\n' not in text and text.endswith('.') and not text.endswith((':.', ': .')) and len(text) < 300
+
+
+@pytest.fixture(scope='module')
+def engine(tmp_path_factory):
+    with Engine.from_model(tiny_model('llama'), byte_tokenizer(), cache_dir=tmp_path_factory.mktemp('cache')) as e: yield e
+
+
+@pytest.mark.parametrize('prompt', [None, 5, b'abc', [True, False], [1.0], [1, 'a'], [[1]], {'role': 'user'}, (i for i in [1]), {1, 2},
+                                    np.array([1, 2]), mx.array([1]), '\ud800', [{'role': 'user', 'content': '\udc00'}], [2**70], [-1], [264], [], ''])
+def test_a_prompt_of_something_else_is_refused(engine, prompt):
+    with pytest.raises(RequestError): engine.generate(prompt, max_tokens=2)
+    with pytest.raises(RequestError): next(engine.stream(prompt, max_tokens=2))
+
+
+def test_ids_that_the_model_does_not_have_never_reach_a_kernel(tmp_path):
+    for i, ids in enumerate(([10**9, 258], -1, 10**9)):
+        path = save_tiny(tmp_path/str(i), 'llama')
+        config(eos_token_id=ids)(path)
+        t = Target.load(path)
+        assert t.eos <= {258}
+        with Engine.load(path, cache_dir=tmp_path/'cache') as e: assert e.generate([65], max_tokens=4, min_tokens=3).stats.completion_tokens >= 3
+    model, tok = tiny_model('llama'), byte_tokenizer()
+    for prompt, more in (([264], {}), ([-1], {}), ([True], {}), (5, {}), ([], {}), ([65], dict(logit_bias={264: 1})), ([65], dict(logit_bias={-1: 1}))):
+        with pytest.raises((ConfigError, RequestError)): next(stream_generate(model, tok, prompt, 2, repetition_penalty=1.3, **more))
+
+
+def test_a_forked_process_is_told_at_once():
+    scheduler = ModelWorkScheduler()
+    assert scheduler.submit_foreground(int, '5').result(10) == 5 and scheduler.alive
+    pid = os.fork()
+    if pid == 0: # nothing of pytest may go on here
+        signal.alarm(20)
+        error = scheduler.submit_foreground(int, '5').exception(5)
+        os._exit(7 if 'fork' in str(error) and not scheduler.alive and scheduler.shutdown() else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    assert scheduler.submit_foreground(int, '6').result(10) == 6 and scheduler.shutdown()
+
+
+def test_the_owner_cannot_wait_for_itself(engine):
+    for wait in (lambda: engine.generate([65]), lambda: next(engine.stream([65])), lambda: engine.call(int)):
+        with pytest.raises(EngineError, match='cannot wait for itself'): engine.call(wait)
+    assert engine.call(engine.submit, [65], Params(max_tokens=2)).future.result(60).stats.completion_tokens == 2
+
+
+def test_an_event_loop_that_went_away_is_no_failure(engine, caplog):
+    logging.getLogger('mlxspec').setLevel(logging.WARNING)
+    async def leave():
+        async for _ in engine.astream([65, 66], max_tokens=400, ignore_eos=True): return
+    before = engine.snapshot()['scheduler']['failed']
+    for _ in range(3): asyncio.run(leave())
+    engine.generate([65], max_tokens=1)
+    assert not caplog.records and engine.snapshot()['scheduler']['failed'] == before
+
+
+NUMBERS = dict(temperature=(1e-300, 1e-39, 2), top_p=(1e-300, 1e-9, 0), top_k=(1, 10**9), min_p=(1e-320, 1), seed=(-10**30, 2**64),
+               repetition_penalty=(.001, 100), repetition_context_size=(1, 2**16), max_tokens=(10**30,), min_tokens=(10**9,))
+
+
+@pytest.mark.parametrize('name, value', [(n, v) for n, vs in NUMBERS.items() for v in vs])
+def test_extreme_numbers_change_nothing_about_the_text(engine, name, value):
+    more = dict(max_tokens=12, temperature=1., seed=3, repetition_penalty=1.2) | {name: value}
+    prompt = [97, 98, 97, 98, 97]
+    if name == 'max_tokens': prompt *= 101 # the context ends it
+    a, b = (engine.generate(prompt, speculate=s, **more) for s in (True, False))
+    assert [t.id for t in a.tokens] == [t.id for t in b.tokens] and a.text == b.text and a.finish_reason == b.finish_reason
