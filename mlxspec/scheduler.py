@@ -8,6 +8,7 @@ Docs: https://mlxspec.github.io/mlxspec/scheduler.html.md"""
 from __future__ import annotations
 
 import atexit
+import os
 import logging
 import sys
 import threading
@@ -41,6 +42,7 @@ class Desk:
     flush_s: float = 5.0              # for idle work that waits when the end comes
     cond: threading.Condition = field(default_factory=threading.Condition)
     owner: int | None = None          # thread that takes the turns
+    pid: int = field(default_factory=os.getpid) # process it lives in
     hand: Work | None = None          # what the owner is at
     beat: float = 0.0                 # clock at the owner's last look
     closing: bool = False             # no more work is taken
@@ -175,6 +177,9 @@ GENERATIONS = 3 # of post-commit work that submits post-commit work
 
 def submit(desk: Desk, work: Work, queue: Callable[[Bands, Work], tuple[Work, list[Work]]]) -> Future:
     "Queue a work, or fail its future."
+    if desk.pid != os.getpid(): # the owner, and perhaps its lock, stayed in the parent
+        settle(work.future, 'failed', OwnerStopped('An engine does not survive a fork; load one in this process.'))
+        return work.future
     with desk.cond:
         parent = desk.hand if desk.owner == threading.get_ident() else None
         work.at, work.depth = desk.clock(), parent.depth + 1 if parent and parent.band == work.band == 'postcommit' else 0
@@ -245,8 +250,12 @@ class ModelWorkScheduler:
         "Count a verify forward of `rows` rows, all requests together."
         with self._desk.cond: self._desk.rows[rows] += 1
 
+    def may_wait(self) -> None:
+        "EngineError on the owner thread, which would wait for itself."
+        if threading.get_ident() == self._desk.owner: raise EngineError("This runs on the engine's own thread, which cannot wait for itself; use submit.")
+
     @property
-    def alive(self) -> bool: return not self._desk.dead
+    def alive(self) -> bool: return not self._desk.dead and self._desk.pid == os.getpid()
     @property
     def ready(self) -> bool: return self._dog.ready()
     @property
@@ -268,6 +277,7 @@ class ModelWorkScheduler:
                 ) -> bool: # whether the owner ended in time
         "Take no more work, flush the idle bands and end the owner. Afterwards no future is open. Idempotent."
         atexit.unregister(self.shutdown)
+        if self._desk.pid != os.getpid(): return True
         for cancel in ([False, True] if drain else [True]):
             close(self._desk, cancel)
             if threading.current_thread() is self._owner: return False # it ends after this step
