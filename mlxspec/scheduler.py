@@ -23,11 +23,13 @@ from typing import Any
 from .admission import Waits
 from .bands import (BANDS, Bands, Dropped, Foreground, Graces, KeepAlive, Stepper, Work, add_persistence, advance,
                            note, once, pause, settle, stepper, take)
+from .config import Settings
 from .core import EngineError
 
 # %% auto #0
 __all__ = ['BEAT_S', 'GENERATIONS', 'Desk', 'pick', 'enter', 'turn', 'Watchdog', 'stack_of', 'histogram', 'snapshot',
-           'OwnerStopped', 'stopped', 'open_work', 'close', 'abandon', 'submit', 'into', 'ModelWorkScheduler']
+           'OwnerStopped', 'stopped', 'open_work', 'close', 'abandon', 'submit', 'into', 'ModelWorkScheduler',
+           'scheduler_for']
 
 # %% ../nbs/30_scheduler.ipynb #b0270ab7
 BEAT_S = 0.5 # an idle owner looks up this often, seconds
@@ -266,6 +268,12 @@ class ModelWorkScheduler:
         owner = dict(alive=self.alive, ready=self.ready, stalled=self._dog.stalled(), beat_age_s=round(self.beat_age(), 3))
         with self._desk.cond: return snapshot(self._desk, self.mode) | dict(owner=owner)
 
+    def keep_warm(self, beat: Callable[[], Any]) -> None: # exercises the GPU and changes no state of a model
+        "Run `beat` while the owner is idle, as the keep-alive options say."
+        with self._desk.cond:
+            self._desk.bands.keepalive.beat = beat
+            self._desk.cond.notify_all()
+
     def turn(self) -> bool: # False: it has ended
         "Be the owner for one step, or one rest; only for a scheduler without a thread."
         if more := turn(self._desk): return more
@@ -293,3 +301,11 @@ class ModelWorkScheduler:
         finally:
             abandon(self._desk)
             self._at_end()
+
+# %% ../nbs/30_scheduler.ipynb #9a2ea901
+def scheduler_for(s: Settings, at_end: Callable[[], Any] = lambda: None) -> ModelWorkScheduler:
+    "A scheduler as the options say."
+    graces = Graces(s.idle_grace_s, s.persistence_quiet_grace_s, s.idle_live_s)
+    keepalive = KeepAlive(interval_s=s.keepalive_interval_s, window_s=s.keepalive_window_s)
+    return ModelWorkScheduler(s.scheduler_mode, graces=graces, keepalive=keepalive, pin_limit=s.persistence_pinned_bytes,
+                              flush_s=s.shutdown_flush_s, stall_s=s.stall_s, at_end=at_end)
