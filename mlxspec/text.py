@@ -96,6 +96,7 @@ class ChatFormat:
         ids = (tokenizer.think_start_tokens, tokenizer.think_end_tokens) if self.think else ()
         self.think_ids = (ids[0][0], ids[1][0]) if ids and len(ids[0]) == len(ids[1]) == 1 else None # single-token markers only
         self.tool = (tokenizer.tool_call_start, tokenizer.tool_call_end) if tokenizer.has_tool_calling else None
+        self.parse_call = tokenizer.tool_parser if self.tool else None # mlx-lm's: body of a call, tools -> the call
 
     def encode(self, messages: list[dict], # OpenAI messages
                tools: list[dict] | None = None, # OpenAI tools
@@ -108,8 +109,13 @@ class ChatFormat:
             return list(self.tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, **kwargs))
         except RequestError: raise
         except Exception as e: # a template is a program: given the right messages it may raise anything
-            why = (str(e).splitlines() or [type(e).__name__])[0][:200]
-            raise RequestError(f'The chat template cannot render these messages: {why}', 'messages') from e
+            from jinja2 import TemplateError
+            said = str(e).splitlines()[:1] if isinstance(e, TemplateError) else [] # what Python says is for us
+            raise RequestError(': '.join(['The chat template cannot render these messages', *(w[:200] for w in said)]) + '.', 'messages') from e
+
+    def opens_thought(self, prompt: list[int]) -> bool:
+        "Does the prompt end with the marker that opens a thought? Some templates say it for the target."
+        return self.think is not None and self.tokenizer.decode(prompt[-16:]).rstrip().endswith(self.think[0])
 
     def encode_text(self, text: str) -> list[int]:
         "Tokenise raw text; special tokens are added at the start unless the text has them."
