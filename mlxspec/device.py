@@ -15,7 +15,7 @@ from . import blas
 from .core import BackendError
 
 # %% auto #0
-__all__ = ['require_mlx', 'Device', 'apple_generation', 'hardware_label', 'detect', 'leave_thread', 'set_compile']
+__all__ = ['require_mlx', 'Device', 'apple_generation', 'hardware_label', 'detect', 'leave_thread', 'set_compile', 'touch']
 
 # %% ../nbs/03_device.ipynb #0e5973ce
 _NO_BACKEND = "MLX has no backend on this machine ({why}); install one: pip install 'mlxspec[cpu]', 'mlxspec[cuda12]' or 'mlxspec[cuda13]'."
@@ -93,3 +93,10 @@ def set_compile(choice: bool | None, # None: as the device likes it
     on = device.compiles if choice is None else choice
     (mx.enable_compile if on else mx.disable_compile)()
     return on
+
+# %% ../nbs/03_device.ipynb #1c0fc79c
+def touch() -> None:
+    "Have the device compute something small."
+    import mlx.core as mx
+    a = mx.ones((64, 64))
+    mx.eval(a @ a)

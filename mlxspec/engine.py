@@ -27,7 +27,7 @@ from .config import Settings, load_settings
 from .core import Chunk, Drafter, Emitted, EngineError, MlxspecError, Params, RequestError, RequestStats
 from .pilot import Pilot, plain
 from .policy import MtpPolicySnapshot
-from .scheduler import ModelWorkScheduler, Stepper
+from .scheduler import ModelWorkScheduler, Stepper, scheduler_for
 
 # %% auto #0
 __all__ = ['Result', 'Plan', 'inside_thought', 'lane', 'explore', 'taking_part', 'decode', 'admit', 'Job', 'Engine']
@@ -204,6 +204,7 @@ class Engine:
         pilot = make_pilot(target, drafters.made, machine, settings, publish, exactness)
         self._plan = Plan(settings.draft_block_size or AUTO_K, settings.prefill_chunk_tokens, exact_only(drafters, exactness, settings),
                           pilot, self.chat.think_ids, exactness)
+        if machine.gpu_device: scheduler.keep_warm(device.touch)
         self._finalizer = weakref.finalize(self, scheduler.shutdown)
 
     @classmethod
@@ -234,7 +235,7 @@ class Engine:
 
     @classmethod
     def _start(cls, make: Callable, settings: Settings, cell: tuple | None, is_demo: bool = False) -> Engine:
-        scheduler = ModelWorkScheduler(at_end=device.leave_thread)
+        scheduler = scheduler_for(settings, device.leave_thread)
         try:
             target, machine = make(scheduler)
             engine = scheduler.submit_foreground(cls, scheduler, target, machine, settings, is_demo).result()
