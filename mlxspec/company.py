@@ -24,8 +24,8 @@ from .strategies import OneWay
 from .target import Target, close_enough, entries_of
 
 # %% auto #0
-__all__ = ['TOGETHER', 'APART', 'WAYS', 'log', 'own_mask', 'one_by_one', 'attention_apart', 'run_ragged', 'record_of', 'Together',
-           'runs_ragged', 'Abilities', 'abilities', 'Meeting', 'contexts_for', 'meet', 'Company']
+__all__ = ['TOGETHER', 'APART', 'WAYS', 'log', 'LADDER', 'own_mask', 'one_by_one', 'attention_apart', 'run_ragged', 'record_of',
+           'Together', 'runs_ragged', 'Abilities', 'abilities', 'Meeting', 'contexts_for', 'meet', 'ladder', 'Company']
 
 # %% ../nbs/08_company.ipynb #e4bb9c38
 TOGETHER, APART = WAYS = ('together', 'apart')
@@ -111,7 +111,7 @@ class Together:
         after = [list(e.cache) for e in self.states]
         self._undo()
         per_seq = [self._states(b, keep, rows, after) for b, keep in enumerate(keeps)] # [B][entry][slot]
-        for i, e in enumerate(self.states): e.cache = [mx.concatenate(parts) for parts in zip(*(s[i] for s in per_seq), strict=True)]
+        for i, e in enumerate(self.states): e.cache = [mx.concatenate(list(parts)) for parts in zip(*(s[i] for s in per_seq), strict=True)]
 
     def _states(self, seq: int, keep: int, rows: int, after: list[list[mx.array]]) -> list[list[mx.array]]:
         "The states of one sequence after the rows that it keeps."
@@ -204,6 +204,12 @@ def meet(stages: list[Stage], # one per sequence
     return None
 
 # %% ../nbs/08_company.ipynb #7bcd08de
+LADDER = 2, 3, 4, 6, 8, 12, 16
+
+def ladder(k: int) -> tuple[int, ...]: # ascending; empty for k = 1
+    "Widths from 2 to k that batches use."
+    return tuple(r for r in LADDER if r < k) + ((k,) if k > 1 else ())
+
 class Company:
     "How batches of a target are run on this machine, and what a request in one may be promised."
     def __init__(self, target: Target, k: int, # widest block per sequence
@@ -218,8 +224,12 @@ class Company:
         self._stages: dict[int, Stage] = {}
         for m in _recalled(memo.load() if memo else None): self.trials.setdefault((m.width, m.rows), []).append(m)
 
+    def learn(self, width: int, k: int) -> Generator[None, None, None]: # k: most rows of each
+        "Try what batches of so many sequences may want to run, one forward at a time."
+        for r in (1, *ladder(k)): yield from self.probe(width, r)
+
     def probe(self, width: int, rows: int) -> Generator[None, None, None]:
-        "Try a shape, one forward at a time, unless it is known."
+        "Try a shape, unless it is known."
         if self.unprobed or (width, rows) in self.trials: return
         contexts, found = contexts_for(self.target, self.k), []
         try:
@@ -239,10 +249,10 @@ class Company:
         return next((m.way for m in self.trials.get((width, rows), ()) if m.first is None), None)
 
     def way(self, width: int, rows: int) -> str: return self.exact(width, rows) or self.ways[0]
-    def rows(self, width: int, most: int) -> int: # to be probed, from 1 up
-        "The widest block per sequence that may run with so many neighbours."
+    def widths(self, width: int, k: int) -> tuple[int, ...]: # ascending
+        "Rows of drafts per sequence, pending token included, that may run with so many neighbours."
         free = self.allow_inexact or not self.exact(width, 1)
-        return most if free else next((r for r in range(most, 1, -1) if self.exact(width, r)), 1)
+        return tuple(r for r in ladder(k) if free or self.exact(width, r))
 
     def warning(self, width: int, rows: int) -> str | None: # None: the text is what it would be alone
         "What a request has to be told that took part in a batch of this shape."
