@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from contextlib import ExitStack, nullcontext
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +17,27 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import load_model, load_tokenizer
+from mlx_lm.utils import load_config, load_model, load_tokenizer
 
 from .cache import is_recurrent, leaves, take_back, takes_back, with_windows, written
+from .config import parse_path
 from .core import Forward, MlxspecError, ModelError
 from .recurrent import Tape, fits, listen, recording, replay
 from .strategies import OneWay, Ways, attention_homes, row_attention
 
 # %% auto #0
-__all__ = ['model_path', 'load_files', 'Tap', 'body_of', 'layer_of', 'entries_of', 'remember', 'put_back', 'Transaction',
-           'close_enough', 'forgets', 'choose_rollback', 'first_of', 'Target']
+__all__ = ['model_path', 'load_files', 'flat_rope', 'Tap', 'body_of', 'layer_of', 'entries_of', 'remember', 'put_back',
+           'Transaction', 'close_enough', 'forgets', 'choose_rollback', 'first_of', 'Target']
 
 # %% ../nbs/07_target.ipynb #4169082d
 def model_path(model: str | Path, # directory, or `owner/name`
               ) -> Path: # local directory with a config.json
     "Find the model's files, fetching a repository when that is what was named; ModelError when there is nothing."
-    path = Path(model).expanduser()
-    if path.is_dir():
+    try:
+        path = parse_path(str(model))
+        there = path.is_dir()
+    except (ValueError, OSError): raise ModelError(f'There is no model at {str(model)[:200]}.') from None # a name or a place nobody may look at
+    if there:
         if not (path / 'config.json').is_file(): raise ModelError(f'{path} is not a model directory: it has no config.json.')
         return path
     if path.exists(): raise ModelError(f'{path} is a file; a model is a directory with config.json and weights.')
@@ -49,15 +54,25 @@ def _fetch(repo: str) -> Path:
 
 # %% ../nbs/07_target.ipynb #88a315b8
 def load_files(path: Path, # a directory from `model_path`
+               classes: tuple[type, type] | None = None, # model and arguments; None: mlx-lm's own for the model type
               ) -> tuple[nn.Module, TokenizerWrapper, dict]: # model, tokenizer, config.json
     "Load weights and tokenizer with mlx-lm; ModelError when they do not make a model."
+    ours: dict[str, Any] = {} if classes is None else dict(get_model_classes=lambda config: classes)
     try:
-        model, config = load_model(path)
+        model, config = load_model(path, model_config=flat_rope(load_config(path)), **ours)
         tokenizer = load_tokenizer(path, eos_token_ids=config.get('eos_token_id'))
     except Exception as e: # what a broken directory makes mlx-lm and transformers raise has no common class
+        if m := re.search(r'Model type (\S+) not supported', str(e)):
+            raise ModelError(f'{path.name} needs a model class for {m[1]}: mlx-lm {version("mlx-lm")} has no mlx_lm.models.{m[1]}.') from e
         raise ModelError(f'{path.name} cannot be loaded: {_one_line(e)}') from e
     tokenizer.model_max_length = int(1e30) # a prompt that is too long is refused by the engine; transformers would warn as well
     return model, tokenizer, config
+
+def flat_rope(config: dict) -> dict: # config.json, or text_config -> what to add to it
+    "GLM in mlx-lm reads `rope_theta` and falls back to a default; transformers 5 writes `rope_parameters` instead."
+    rope = config.get('rope_parameters')
+    if config.get('model_type') not in ('glm4_moe', 'glm4_moe_lite') or 'rope_theta' in config or not rope: return {}
+    return dict(rope_theta=rope['rope_theta'], rope_scaling=None if rope.get('rope_type', 'default') == 'default' else rope)
 
 def _one_line(e: BaseException) -> str:
     text = f'it has no {e}' if isinstance(e, KeyError) else ' '.join(str(e).split()) or type(e).__name__
@@ -226,10 +241,12 @@ class Target:
         self.rollback: str | None = choose_rollback(self)
 
     @classmethod
-    def load(cls, model: str | Path) -> Target:
+    def load(cls, model: str | Path,
+             classes: tuple[type, type] | None = None, # model and arguments, for a type that mlx-lm does not have
+            ) -> Target:
         "Load a directory or repository; ModelError when that fails."
         path = model_path(model)
-        net, tokenizer, config = load_files(path)
+        net, tokenizer, config = load_files(path, classes)
         return cls(net, tokenizer, config, path.resolve().name, path)
 
     def _probe(self) -> int:

@@ -19,19 +19,12 @@ from mlx_lm.models.glm4_moe_lite import Glm4MoeLiteDecoderLayer, ModelArgs
 from ..core import PairError
 from .base import load_net, register
 from .mtp import MtpDrafter, check_pair, try_out
-from ..target import first_of
+from ..target import first_of, flat_rope
 
 # %% auto #0
-__all__ = ['flat_rope', 'GlmHeadArgs', 'GlmHead', 'GlmMtp', 'build_glm4_moe_lite_mtp']
+__all__ = ['GlmHeadArgs', 'GlmHead', 'GlmMtp', 'build_glm4_moe_lite_mtp']
 
 # %% ../../nbs/16_glm4_moe_lite_mtp.ipynb #c2a010fe
-def flat_rope(text: dict) -> dict: # text_config
-    "mlx-lm reads `rope_theta`; transformers 5 writes `rope_parameters` instead."
-    rope = text.get('rope_parameters')
-    if 'rope_theta' in text or not rope: return text
-    scaled = rope.get('rope_type', 'default') != 'default'
-    return text | dict(rope_theta=rope['rope_theta'], rope_scaling=rope if scaled else None)
-
 @dataclass
 class GlmHeadArgs:
     "Configuration of a head."
@@ -41,7 +34,7 @@ class GlmHeadArgs:
     @classmethod
     def from_dict(cls, config: dict) -> GlmHeadArgs:
         "Read config.json."
-        return cls(ModelArgs.from_dict(flat_rope(config['text_config'])), config.get('block_size') or 1 + (first_of(config, 'num_nextn_predict_layers') or 1))
+        return cls(ModelArgs.from_dict(config['text_config'] | flat_rope(config['text_config'])), config.get('block_size') or 1 + (first_of(config, 'num_nextn_predict_layers') or 1))
 
 class _Layer(nn.Module):
     def __init__(self, text: ModelArgs):
