@@ -139,6 +139,7 @@ class Settings:
     max_active_requests: int = option(1, 'requests active at the same time; in serial mode they queue', ('serve',), lo=1)
     max_queue: int = option(32, 'requests that may wait behind the active ones; more are refused with 429', ('serve',), lo=0)
     queue_timeout_s: float = option(120.0, 'longest wait of a request in the queue, seconds; then 503', ('serve',), lo=0.001)
+    stream_grace_s: float = option(5.0, 'seconds that a stream waits for its first token; then it begins, and faults are events', ('serve',), lo=0)
     decode_batch_max: int = option(8, 'most requests in one forward, in the modes that batch', ('serve',), lo=1)
     idle_grace_s: float = option(0.3, 'quiet seconds after the last answer before its state is kept', (), lo=0)
     persistence_quiet_grace_s: float = option(0.25, 'quiet seconds after anything before a kept state is written', (), lo=0)
@@ -245,14 +246,15 @@ def read_file(path: Path) -> dict[str, tuple[Any, str]]: # name -> (value, path)
             raise ConfigError(f'{n} cannot be set in a file ({path}); set {r.env} instead.')
     return {n: (check(TABLE[n], v, f'{n} in {path}'), str(path)) for n, v in data.items()}
 
-def user_file() -> Path:
+def user_file() -> Path | None: # None: a user without a home, as in some containers
     "The user's own config file, which need not exist."
     from platformdirs import user_config_path
-    return user_config_path('mlxspec')/'mlxspec.toml'
+    try: return user_config_path('mlxspec')/'mlxspec.toml'
+    except RuntimeError: return None
 
 def config_files(named: Path | None) -> list[Path]: # strongest first
     "The files that count. `named` replaces ./mlxspec.toml."
-    found = [p for p in (Path('mlxspec.toml'), user_file()) if os.path.exists(p)]
+    found = [p for p in (Path('mlxspec.toml'), user_file()) if p and os.path.exists(p)]
     return found if named is None else [named, *(p for p in found if p.is_absolute())]
 
 # %% ../nbs/01_config.ipynb #7a45be97

@@ -56,7 +56,8 @@ def hint_dir(cache_dir: Path | None = None, # MLXSPEC_CACHE_DIR, as config parse
              kind: str = 'mtp-policy', # or 'exactness'
             ) -> Path:
     "Where the files of one kind of measurement are."
-    return (cache_dir or Path.home() / '.cache' / 'mlxspec') / kind
+    try: return (cache_dir or Path.home() / '.cache' / 'mlxspec') / kind
+    except RuntimeError: return Path(os.devnull) / kind # a user without a home, as in some containers: nothing can be kept
 
 # %% ../nbs/23_hints.ipynb #e56d637d
 PIECES, PIECE = 16, 4096 # pieces of a weight file that are looked at, bytes of each

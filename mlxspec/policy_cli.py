@@ -22,7 +22,7 @@ from .hints import Hint, HintKey, all_hints, clear_hints
 from .policy import NO_VERDICT, SCHEMA_VERSION, Pairing, Settled, say, snapshot_of
 
 # %% auto #0
-__all__ = ['PATH', 'body_of', 'printable', 'numbers', 'describe', 'read_live', 'show', 'export', 'clear']
+__all__ = ['PATH', 'body_of', 'printable', 'numbers', 'describe', 'read_live', 'stored', 'show', 'export', 'clear']
 
 # %% ../nbs/59_policy_cli.ipynb #5e77d5c2
 def body_of(key: HintKey, hint: Hint) -> dict: # as the endpoint would publish it after a restart
@@ -74,12 +74,17 @@ def read_live(url: str, # of the server, with or without /v1
     return body
 
 # %% ../nbs/59_policy_cli.ipynb #cbb1f821
+def stored(directory: Path) -> list[tuple[HintKey, Hint]]:
+    "All stored verdicts. ConfigError where nobody may look."
+    try: return all_hints(directory)
+    except OSError as e: raise ConfigError(f'Cannot read {str(directory)[:200]}: {e.strerror}.') from None
+
 def show(directory: Path, # of the stored verdicts
          url: str | None = None, # a server to ask instead
          now: float | None = None) -> str: # seconds since the epoch; None: now
     "What is known, in words."
     if url: return describe(read_live(url))
-    found = all_hints(directory)
+    found = stored(directory)
     if not found: return f'Nothing is stored in {directory}.'
     old = lambda h: '; older than thirty days, will be measured again' if h.expired(time.time() if now is None else now) else ''
     software = lambda k: ', '.join(filter(None, (f'mlx {k.mlx}', f'mlx-lm {k.mlx_lm}', k.blas, k.strategy, k.kv_mode)))
@@ -88,7 +93,7 @@ def show(directory: Path, # of the stored verdicts
 def export(directory: Path, url: str | None = None) -> Any: # JSON values
     "The body of a server, or all stored verdicts in the same form, each with the key that it is filed under."
     if url: return read_live(url)
-    return [body_of(k, h) | dict(key=asdict(k), written_at=h.written_at) for k, h in all_hints(directory)]
+    return [body_of(k, h) | dict(key=asdict(k), written_at=h.written_at) for k, h in stored(directory)]
 
 def clear(directory: Path) -> str:
     "Forget what is stored, and say how much that was. ConfigError where it is not allowed."

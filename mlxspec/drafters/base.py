@@ -19,6 +19,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.utils import load_model
 
+from ..config import parse_path
 from ..core import ConfigError, Drafter, ModelError, PairError, Proposal
 from ..target import model_path
 
@@ -71,7 +72,9 @@ def build(name: str, # a kind, a directory, or `owner/name`
 
 def drafter_path(name: str) -> Path:
     "The directory of a drafter, fetched when a repository was named."
-    if not Path(name).expanduser().is_dir() and not _REPO.fullmatch(name):
+    try: there = parse_path(name).is_dir()
+    except (ValueError, OSError): there = False # a name or a place nobody may look at
+    if not there and not _REPO.fullmatch(name):
         raise ConfigError(f'{name} is neither a drafter kind ({", ".join(sorted(BUILDERS))}) nor a directory.')
     try: return model_path(name)
     except ModelError as e: raise PairError(str(e)) from e
