@@ -105,7 +105,9 @@ class Gate(Protocol):
     timeline: deque[Switch]           # the last switches
     def next_step(self, width: int, ks: Mapping[str, Sequence[int]], context: int) -> Step: ...
     def note_depth(self, depth: int) -> None: ... # context of a step that somebody else chose
-    def record(self, r: StepResult) -> None: ... # arm: the one asked for, even if it was silent
+    def record(self, r: StepResult, # arm: the one asked for, even if it was silent
+               rows: Sequence[tuple[int, int]] = (), # per sequence (drafted, accepted); of one, `r` says it
+              ) -> None: ...
     def snapshot(self) -> dict[str, Any]: ...    # plain data
 
 def gate_snapshot(gate: str,          # name of the gate
@@ -329,7 +331,7 @@ class WindowGate(WindowState):
         self.step = Step(*what, 'probe' if self.probing else 'mode', self.stats[run].tps,
                          self.stats[rival].tps, self.probing)
         return self.step
-    def record(self, r: StepResult) -> None:
+    def record(self, r: StepResult, rows: Sequence[tuple[int, int]] = ()) -> None:
         "One step of the loop; only those of the running mode count."
         ran = GateMode.Serial if r.kind == r.arm == 'plain' else GateMode.Mtp
         first, self.last_ran = self.last_ran not in (None, ran), ran
