@@ -120,6 +120,8 @@ def parse(argv: list[str]) -> tuple[Command, argparse.Namespace, dict[str, str]]
 def load(settings: Settings) -> Any: # an Engine with its weights loaded
     "The engine that the settings describe."
     from mlxspec.device import require_mlx
+    try: os.getcwd() # transformers asks when it is imported
+    except OSError as e: raise ConfigError(f'The current directory is gone: {e.strerror}.') from None
     require_mlx()
     from mlxspec.engine import Engine
     return Engine.load(settings=settings)
@@ -144,8 +146,8 @@ def response_body(engine: Any, text: str, seed: int | None = None) -> dict:
     "What the server answers when it is asked this, by the server's own code."
     import asyncio
 
-    from mlxspec.server import Host, fingerprint, whole
-    from mlxspec.wire import read_chat
+    from mlxspec.host import Host, fingerprint, whole
+    from mlxspec.wire_chat import read_chat
     s = engine.settings
     host = Host(engine, s.served_model_name, s.params, fingerprint(engine, s.scheduler_mode))
     asked = dict(messages=[dict(role='user', content=text)]) | ({} if seed is None else dict(seed=seed))
@@ -214,7 +216,7 @@ def serve(args: argparse.Namespace, settings: Settings) -> int:
     else:
         from mlxspec.device import require_mlx
         require_mlx()
-        from mlxspec.server import serve as run_server
+        from mlxspec.serving import serve as run_server
         run_server(settings)
     return 0
 

@@ -37,7 +37,7 @@ device.require_mlx() # before anything that imports it: one sentence, not a link
 
 # %% ../nbs/33_engine.ipynb #2ae66df2
 from .exactness import AHEAD, Exactness
-from .pairing import AUTO_K, DEMO, Drafters, exact_only, gather, make_exactness, make_pilot
+from .pairing import AUTO_K, DEMO, Drafters, exact_only, gather, identity, make_exactness, make_pilot
 from .rounds import Running, arms, open_running, prefill_step, step
 from .sequence import Sequence
 from .target import Target
@@ -202,6 +202,7 @@ class Engine:
             if engine := ref(): engine._policy = snapshot
         exactness = make_exactness(target, drafters.made, machine, settings)
         pilot = make_pilot(target, drafters.made, machine, settings, publish, exactness)
+        self.identity = identity(target, drafters.made) # of all weights
         self._plan = Plan(settings.draft_block_size or AUTO_K, settings.prefill_chunk_tokens, exact_only(drafters, exactness, settings),
                           pilot, self.chat.think_ids, exactness)
         if machine.gpu_device: scheduler.keep_warm(device.touch)

@@ -35,7 +35,7 @@ from .target import Target
 # %% auto #0
 __all__ = ['ASSETS', 'DEMO', 'DEMO_HEAD', 'AUTO_K', 'log', 'is_demo', 'has_head', 'wanted', 'make', 'Drafters', 'gather',
            'kernels', 'hint_key', 'make_policy', 'block_size', 'mtp_of', 'probed_width', 'weights_fingerprint',
-           'memo_file', 'make_exactness', 'exact_only', 'env_bool', 'make_gate', 'make_pilot']
+           'identity', 'memo_file', 'make_exactness', 'exact_only', 'env_bool', 'make_gate', 'make_pilot']
 
 # %% ../nbs/32_pairing.ipynb #96fb3b1c
 ASSETS = Path(__file__).parent / 'assets' if '__file__' in globals() else Path('../mlxspec/assets')
@@ -139,10 +139,14 @@ def weights_fingerprint(model: Any, # an mlx-lm model in memory
     for (name, a), piece in zip(weights, pieces, strict=True): h.update(f'{name} {a.shape} {a.dtype} '.encode() + bytes(piece))
     return h.hexdigest()[:16]
 
+def identity(target: Target, drafters: tuple[Drafter, ...] = ()) -> str: # 16 hex digits for the target, and for each drafter with files
+    "Whose weights these are; on the owner thread."
+    weights = fingerprint(target.path) if target.path else weights_fingerprint(target.model)
+    return ' '.join([weights, *(fingerprint(p) for d in drafters if (p := getattr(d, 'path', None)))])
+
 def memo_file(target: Target, machine: Device, k: int, s: Settings) -> MemoFile:
     "Where the probe's trials are kept."
-    weights = fingerprint(target.path) if target.path else weights_fingerprint(target.model)
-    key = HintKey(weights, '', machine.hardware, k, version('mlx'), version('mlx-lm'), kernels(machine), f'probe-{s.exactness}')
+    key = HintKey(identity(target), '', machine.hardware, k, version('mlx'), version('mlx-lm'), kernels(machine), f'probe-{s.exactness}')
     return MemoFile(hint_dir(s.cache_dir, 'exactness'), key)
 
 def make_exactness(target: Target, drafters: tuple[Drafter, ...], machine: Device, s: Settings) -> Exactness | None:

@@ -8,24 +8,28 @@ Docs: https://mlxspec.github.io/mlxspec/reply.html.md"""
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .text import find_stop, undecided
 
 # %% auto #0
-__all__ = ['Markers', 'Piece', 'arguments_text', 'read_calls', 'inside_string', 'State', 'markers', 'say', 'cut_text', 'cut_call',
-           'end_call', 'Splitter', 'join']
+__all__ = ['Markers', 'Parser', 'USUAL', 'QUIET', 'CLOSER', 'CUTS', 'Piece', 'arguments_text', 'read_notation', 'read_calls',
+           'inside_string', 'State', 'markers', 'say', 'cut_text', 'begin_call', 'cut_call', 'end_call', 'in_string',
+           'outside', 'cut_arguments', 'cut_tail', 'Splitter', 'join']
 
 # %% ../nbs/29_reply.ipynb #0ed5c508
 Markers = tuple[str, str] # the text that opens a part and the text that closes it
 
-# %% ../nbs/29_reply.ipynb #852b4e8d
+# %% ../nbs/29_reply.ipynb #0be2a917
+Parser = Callable[[str], Any] # body of a call -> {'name': ..., 'arguments': ...}, or a list of such; may raise anything
+
 class Piece(NamedTuple):
     "A part of the reply."
-    kind: str              # 'reasoning', 'content' or 'call'
-    text: str              # of a call: its arguments, as JSON
-    name: str | None = None # of a call: the function
+    kind: str              # 'reasoning', 'content', 'call' (a new one begins) or 'arguments' (of the last call, as JSON)
+    text: str              # of a call: the name of the function
 
 def arguments_text(args: Any) -> str:
     "Arguments as a JSON object. Raises ValueError."
@@ -35,16 +39,26 @@ def arguments_text(args: Any) -> str:
     text.encode() # UnicodeEncodeError, a ValueError, for half an emoji
     return text
 
-def read_calls(body: str) -> list[Piece]: # what stands between the markers
+def read_notation(body: str, parse: Parser | None) -> Any:
+    "What a call says, as JSON or in the target's own notation. Raises ValueError."
+    try: return json.loads(body, strict=False)
+    except (RecursionError, ValueError) as e:
+        if parse is None: raise ValueError('not readable') from e
+    try: return parse(body)
+    except Exception as e: # foreign code on a text that a model made up
+        raise ValueError('not readable') from e
+
+def read_calls(body: str, # what stands between the markers
+               parse: Parser | None = None) -> list[Piece]:
     "The calls in `body`. Raises ValueError."
-    try: found = json.loads(body, strict=False)
-    except RecursionError: raise ValueError('nested too deeply') from None
+    found = read_notation(body, parse)
     calls = found if isinstance(found, list) else [found]
     for c in calls:
         if not (isinstance(c, dict) and isinstance(c.get('name'), str) and c['name']):
             raise ValueError('no name')
+        c['name'].encode()
     args = [arguments_text(c.get('arguments', c.get('parameters'))) for c in calls]
-    return [Piece('call', a, c['name']) for a, c in zip(args, calls, strict=True)]
+    return [p for a, c in zip(args, calls, strict=True) for p in (Piece('call', c['name']), Piece('arguments', a))]
 
 # %% ../nbs/29_reply.ipynb #c87d3cb8
 def inside_string(body: str) -> bool:
@@ -60,9 +74,11 @@ class State:
     "Where a splitter stands."
     think: Markers | None    # None: the target does not mark thoughts
     tool: Markers | None     # None: calls are not looked for
-    mode: str = 'content'    # or 'reasoning' or 'call'
+    parse: Parser | None = None # of calls that are no JSON
+    mode: str = 'content'    # or 'reasoning', 'call', 'arguments', 'tail'
     buf: str = ''            # not handed out yet
     scanned: int = 0         # in mode 'call': no closing marker begins before this index of `buf`
+    nest: str = ''           # in mode 'arguments': what would close the brackets and the string that are open
     fresh: bool = False      # a marker was the last thing
     seen: set[str] = field(default_factory=set) # kinds of text handed out so far
 
@@ -99,11 +115,25 @@ def cut_text(s: State) -> list[Piece] | None: # None: more text is needed
     return say(s, text) or None
 
 # %% ../nbs/29_reply.ipynb #62614f7f
+USUAL = re.compile(r'''\s{0,99}\{\s{0,99}"name"\s{0,99}:\s{0,99}("(?:[^"\\]|\\.){1,256}")\s{0,99},
+    \s{0,99}"(?:arguments|parameters)"\s{0,99}:\s{0,99}(?=\{)''', re.X | re.S)
+
+def begin_call(s: State) -> list[Piece] | None: # None: not certain, or not in the usual notation
+    "Hand out the name of a call whose arguments have begun."
+    if not (m := USUAL.match(s.buf)): return None
+    try:
+        name = json.loads(m[1], strict=False)
+        name.encode()
+    except ValueError: return None
+    s.buf, s.mode, s.nest = s.buf[m.end():], 'arguments', ''
+    return [Piece('call', name)]
+
 def cut_call(s: State) -> list[Piece] | None: # None: more text is needed
-    "Hand out the call whose closing marker has arrived."
+    "Hand out the call whose arguments have begun, or whose closing marker has arrived."
     assert s.tool
+    if (begun := begin_call(s)) is not None: return begun
     opening, closing = s.tool
-    at = s.buf.find(closing, s.scanned)
+    at = s.buf.find(closing, s.scanned) if closing else -1
     if at < 0 or inside_string(s.buf[:at]):
         s.scanned = at + 1 if at >= 0 else max(s.scanned, len(s.buf) - len(closing) + 1)
         return None if at < 0 else []
@@ -115,25 +145,76 @@ def end_call(s: State, at: int, # end of the call's body in `buf`
     "Read a call; what cannot be read is content, as it stands."
     assert s.tool
     body, raw, s.buf, s.mode = s.buf[:at], s.tool[0] + s.buf[:rest], s.buf[rest:], 'content'
-    try: out = read_calls(body)
+    try: out = read_calls(body, s.parse)
     except ValueError: out = say(s, raw)
     s.fresh = True
     return out
 
+# %% ../nbs/29_reply.ipynb #f260667e
+QUIET = re.compile(r'[^"\\\x00-\x1f]+') # within a string: nothing to look at
+CLOSER = {'{': '}', '[': ']', '"': '"'}
+
+def in_string(s: State, i: int) -> tuple[str, int]: # JSON text, index behind it in `buf`
+    "Take a bit of a string."
+    if m := QUIET.match(s.buf, i): return m[0], m.end()
+    c = s.buf[i]
+    if c == '\\': return s.buf[i:i + 2], i + 2
+    if c == '"': s.nest = s.nest[1:]
+    return (c if c >= ' ' else json.dumps(c)[1:-1]), i + 1
+
+def outside(s: State, i: int) -> tuple[str, int]:
+    "Take a character between strings."
+    c = s.buf[i]
+    if c in CLOSER: s.nest = CLOSER[c] + s.nest
+    elif s.nest and c == s.nest[0]: s.nest = s.nest[1:]
+    return c, i + 1
+
+def cut_arguments(s: State) -> list[Piece] | None: # None: more text is needed
+    "Hand out the arguments as far as they have come."
+    assert s.tool
+    closing, out, i, ready = s.tool[1], [], 0, len(s.buf)
+    while i < ready and s.mode == 'arguments':
+        quoted, left = s.nest[:1] == '"', s.buf[i:i + len(closing)]
+        if quoted and s.buf[i] == '\\' and i + 1 == ready: break # what is escaped is not here yet
+        if not quoted and closing and closing.startswith(left):
+            if len(left) < len(closing): break                     # it may become the marker
+            out.append(s.nest)
+            s.mode = 'tail'
+            break
+        text, i = (in_string if quoted else outside)(s, i)
+        out.append(text)
+        if not s.nest: s.mode = 'tail'
+    s.buf = s.buf[i:]
+    return [Piece('arguments', ''.join(out))] if out else None
+
+def cut_tail(s: State) -> list[Piece] | None:
+    "Skip what stands between the arguments and the closing marker."
+    assert s.tool
+    closing = s.tool[1]
+    at = s.buf.find(closing) if closing else -1
+    if at < 0:
+        s.buf = s.buf[len(s.buf) - undecided(s.buf, (closing,)):] if closing else ''
+        return None
+    s.buf, s.mode, s.fresh = s.buf[at + len(closing):], 'content', True
+    return []
+
 # %% ../nbs/29_reply.ipynb #c40242cd
+CUTS: dict[str, Callable] = dict(call=cut_call, arguments=cut_arguments, tail=cut_tail)
+
 class Splitter:
     "Cuts a text into pieces, delta by delta."
     def __init__(self, think: Markers | None = None, # ('<think>', '</think>')
                  tool: Markers | None = None, # ('<tool_call>', '</tool_call>'); None: calls are content
-                 thinking: bool = False):     # the prompt has opened a thought already
+                 thinking: bool = False,      # the prompt has opened a thought already
+                 parse: Parser | None = None): # of calls that are no JSON
         mode = 'reasoning' if thinking and think else 'content'
-        self._s = State(think, tool, mode, fresh=thinking)
+        self._s = State(think, tool, parse, mode, fresh=thinking)
 
     def feed(self, text: str) -> list[Piece]:
         "Take the next delta; return the pieces that are certain."
         self._s.buf += text
         out: list[Piece] = []
-        cut = lambda: (cut_call if self._s.mode == 'call' else cut_text)(self._s)
+        cut = lambda: CUTS.get(self._s.mode, cut_text)(self._s)
         while (more := cut()) is not None: out += more
         return out
 
@@ -141,19 +222,19 @@ class Splitter:
         "No more text: return what was held back."
         s, out = self._s, []
         while s.mode == 'call' and s.tool:
-            try: read_calls(s.buf)
-            except ValueError: at = s.buf.find(s.tool[1])
+            try: read_calls(s.buf, s.parse)
+            except ValueError: at = s.buf.find(s.tool[1]) if s.tool[1] else -1
             else: at = -1
             out += end_call(s, *((len(s.buf),) * 2 if at < 0 else (at, at + len(s.tool[1]))))
             out += self.feed('')
         text, s.buf = s.buf, ''
-        return out + say(s, text)
+        if s.mode == 'arguments': return out + ([Piece('arguments', text)] if text else [])
+        return out if s.mode == 'tail' else out + say(s, text)
 
 def join(pieces: list[Piece]) -> list[Piece]:
     "Neighbours of the same kind become one; calls stay apart."
     out: list[Piece] = []
     for p in pieces:
-        if out and p.kind == out[-1].kind != 'call':
-            out[-1] = p._replace(text=out[-1].text + p.text)
+        if out and p.kind == out[-1].kind != 'call': out[-1] = p._replace(text=out[-1].text + p.text)
         else: out.append(p)
     return out

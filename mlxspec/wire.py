@@ -8,89 +8,39 @@ Docs: https://mlxspec.github.io/mlxspec/wire.html.md"""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, NamedTuple
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import reduce
+from typing import Annotated, Any, ClassVar, Protocol, TypeVar
+from urllib.parse import quote
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
-from .core import (Choices, Chunk, Emitted, EngineError, MlxspecError, Params, RequestError,
-                          RequestStats)
-from .reply import Piece, Splitter
+from .core import Choices, Chunk, MlxspecError, Params, RequestError, RequestStats
+from .errors import first_problem, path_of
 
 # %% auto #0
-__all__ = ['CATALOGUE', 'MAX_DEPTH', 'Int', 'Num', 'Stops', 'UNSUPPORTED', 'ROLES', 'RESERVED', 'SAME', 'DONE', 'Entry',
-           'error_body', 'Later', 'fault', 'path_of', 'check_tree', 'read_body', 'whole', 'Strict', 'Function', 'Tool',
-           'StreamOptions', 'Speculation', 'ChatRequest', 'check_supported', 'first_problem', 'read_chat',
-           'text_content', 'past_call', 'template_message', 'template_inputs', 'read_bias', 'to_params', 'usage',
-           'speculation', 'gate_account', 'account', 'call_entry', 'delta_of', 'logprob_entry', 'logprob_content',
-           'Head', 'Answer', 'chat_body', 'frame', 'ChatStream']
-
-# %% ../nbs/40_wire.ipynb #d81f2634
-class Entry(NamedTuple):
-    "A line of the catalogue."
-    status: int # HTTP status
-    type: str   # OpenAI's coarse class
-    when: str   # for people
-
-CATALOGUE = {code: Entry(status, kind, when) for status, kind, codes in (
-    (400, 'invalid_request_error', dict(
-        invalid_json='the body is not a JSON object',
-        invalid_type='a field has the wrong type',
-        invalid_value='a field has a value that cannot be used',
-        unsupported_parameter='a field is known, but not supported here',
-        context_length_exceeded='prompt and answer do not fit the context')),
-    (404, 'not_found_error', dict(
-        model_not_found='no such model is served', unknown_url='no such route')),
-    (405, 'invalid_request_error', dict(
-        method_not_allowed='the route exists with another method')),
-    (408, 'invalid_request_error', dict(request_timeout='the body did not arrive in time')),
-    (413, 'invalid_request_error', dict(request_too_large='the body is too large')),
-    (415, 'invalid_request_error', dict(unsupported_media_type='the body is not declared as JSON')),
-    (421, 'invalid_request_error', dict(host_not_allowed='the Host header is not one of ours')),
-    (429, 'rate_limit_error', dict(queue_full='too many requests wait; with Retry-After')),
-    (499, 'invalid_request_error', dict(cancelled='the client went away; nobody reads this')),
-    (500, 'server_error', dict(
-        engine_error='the engine failed this request',
-        numerical_error='the target returned no finite logits')),
-    (503, 'unavailable_error', dict(
-        loading_model='the model is loading; with Retry-After',
-        server_shutting_down='the server stops; with Retry-After',
-        engine_stalled='the engine does not move')),
-) for code, when in codes.items()}
-
-def error_body(message: str, # one sentence for a person
-               code: str,    # key of the catalogue
-               param: str | None = None, # path of the field at fault
-              ) -> dict:
-    "An error in OpenAI's shape."
-    kind = CATALOGUE[code].type
-    return {'error': {'message': message, 'type': kind, 'param': param, 'code': code}}
-
-# %% ../nbs/40_wire.ipynb #e19fcc97
-class Later(RequestError):
-    "The request was right and may work in a while."
-    def __init__(self, message: str, code: str, # key of the catalogue
-                 retry_after: int): # seconds
-        super().__init__(message, None, code, CATALOGUE[code].status)
-        self.retry_after = retry_after
-
-def fault(e: BaseException, request_id: str) -> tuple[int, dict]: # status, body
-    "What the client is told about an exception."
-    if not isinstance(e, MlxspecError):
-        e = EngineError(f'Internal error; the server log has more under {request_id}.')
-    code = e.code if e.code in CATALOGUE else 'engine_error'
-    return CATALOGUE[code].status, error_body(str(e), code, getattr(e, 'param', None))
+__all__ = ['MAX_DEPTH', 'Int', 'Num', 'Stops', 'MAX_N', 'MAX_CHOICES', 'REFUSED', 'R', 'SAME', 'DONE', 'check_leaf', 'check_tree',
+           'read_body', 'whole', 'fits', 'Strict', 'text_content', 'StreamOptions', 'Speculation', 'Prediction',
+           'Shared', 'check_supported', 'ignored', 'read', 'predicted', 'read_bias', 'to_params', 'usage',
+           'speculation', 'together', 'gate_account', 'account', 'Head', 'Choice', 'frame', 'Response']
 
 # %% ../nbs/40_wire.ipynb #c538da3f
 MAX_DEPTH = 64 # levels of nesting in a body
 
-def path_of(loc: tuple | list) -> str:
-    "A place in a JSON value, as people write it: `messages[1].content`."
-    return ''.join(f'[{p}]' if isinstance(p, int) else f'.{p}' for p in loc).lstrip('.')
+def check_leaf(v: Any, loc: tuple) -> None:
+    "Refuse numbers that are none, and lone surrogates."
+    if isinstance(v, float) and not abs(v) < float('inf'):
+        raise RequestError(f'{path_of(loc[:8])} is not a finite number.', path_of(loc[:8]))
+    if isinstance(v, str):
+        try: v.encode()
+        except UnicodeEncodeError:
+            raise RequestError('Text holds half of a surrogate pair.', path_of(loc[:8])) from None
 
 def check_tree(value: Any) -> None:
-    "Refuse deep nesting and lone surrogates, without recursion."
+    "Look at everything in a JSON value, without recursion. Raises `RequestError`."
     todo: list[tuple[Any, tuple]] = [(value, ())]
     while todo:
         v, loc = todo.pop()
@@ -99,10 +49,7 @@ def check_tree(value: Any) -> None:
         if isinstance(v, dict):
             todo += [(x, (*loc, k)) for k, x in v.items()] + [(k, loc) for k in v]
         elif isinstance(v, list): todo += [(x, (*loc, i)) for i, x in enumerate(v)]
-        elif isinstance(v, str):
-            try: v.encode()
-            except UnicodeEncodeError:
-                raise RequestError('Text holds half of a surrogate pair.', path_of(loc[:8])) from None
+        else: check_leaf(v, loc)
 
 def read_body(raw: bytes) -> dict:
     "The JSON object in a request's body. Raises `RequestError`."
@@ -117,7 +64,12 @@ def read_body(raw: bytes) -> dict:
 # %% ../nbs/40_wire.ipynb #b35eae6f
 def whole(v: Any) -> Any: return int(v) if isinstance(v, float) and v.is_integer() else v
 
-Int = Annotated[int, BeforeValidator(whole)]
+def fits(v: int) -> int:
+    "Refuse what no 64-bit integer can hold."
+    if not -2**63 <= v < 2**63: raise PydanticCustomError('too_large', 'must fit a 64-bit integer')
+    return v
+
+Int = Annotated[int, BeforeValidator(whole), AfterValidator(fits)]
 Num = Annotated[float, Field(allow_inf_nan=False)]
 Stops = Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=16),
                   BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
@@ -126,97 +78,11 @@ class Strict(BaseModel):
     "Types as they are written."
     model_config = ConfigDict(strict=True, extra='ignore')
 
-# %% ../nbs/40_wire.ipynb #451b8bfe
-class Function(Strict):
-    "A function that the model may call."
-    model_config = ConfigDict(strict=True, extra='allow')
-    name: str = Field(min_length=1, max_length=64)
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-
-class Tool(Strict):
-    "An entry of `tools`."
-    type: Literal['function']
-    function: Function
-
-# %% ../nbs/40_wire.ipynb #19ab9a69
-class StreamOptions(Strict): include_usage: bool = False
-class Speculation(Strict): disable: bool = False
-
-class ChatRequest(Strict):
-    "The body of `POST /v1/chat/completions`. Fields that nobody knows are ignored."
-    messages: list[dict[str, Any]] = Field(min_length=1)
-    model: str | None = None                  # None: the served one
-    stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
-    max_tokens: Int | None = Field(None, ge=1)
-    max_completion_tokens: Int | None = Field(None, ge=1) # newer name of the same
-    temperature: Num | None = None
-    top_p: Num | None = None
-    top_k: Int | None = None
-    min_p: Num | None = None
-    seed: Int | None = Field(None, ge=-2**63, lt=2**63)
-    stop: Stops = []
-    logit_bias: dict[str, Num] = Field({}, max_length=1024)
-    frequency_penalty: Num | None = None
-    presence_penalty: Num | None = None
-    repetition_penalty: Num | None = None
-    repetition_context_size: Int | None = None
-    logprobs: bool = False
-    top_logprobs: Int | None = Field(None, ge=0, le=20)
-    ignore_eos: bool = False
-    tools: list[Tool] = Field([], max_length=128)
-    tool_choice: Any = 'auto'                 # 'auto' or 'none'
-    chat_template_kwargs: dict[str, Any] = Field({}, max_length=16)
-    user: str | None = None                   # accepted, not used
-    speculation: Speculation = Speculation()
-
-    @property
-    def reads_calls(self) -> bool: return bool(self.tools) and self.tool_choice != 'none'
-
-# %% ../nbs/40_wire.ipynb #9bcb3b74
-UNSUPPORTED: dict[str, tuple] = dict( # field -> values that ask for nothing
-    n=(1,), audio=(), modalities=(['text'],), store=(False,), functions=([],),
-    function_call=('none',), response_format=({'type': 'text'},), prediction=(),
-    web_search_options=(), tool_choice=('auto', 'none'), reasoning_effort=(), verbosity=('medium',),
-    best_of=(1,))
-
-def check_supported(body: dict) -> None:
-    "Refuse known fields that we cannot honour, by name."
-    for name, neutral in UNSUPPORTED.items():
-        v = whole(body.get(name))
-        if v is not None and not any(type(v) is type(x) and v == x for x in neutral):
-            but = f' except as {json.dumps(neutral[0])}' if neutral else ''
-            raise RequestError(f'{name} is not supported here{but}.', name, 'unsupported_parameter')
-
-# %% ../nbs/40_wire.ipynb #710c2fa6
-def first_problem(e: ValidationError) -> RequestError:
-    "The first of pydantic's findings, as one sentence about one field."
-    d = e.errors(include_url=False, include_input=False)[0]
-    param, kind = path_of(d['loc']), d['type']
-    if kind == 'missing': return RequestError(f'{param} is required.', param)
-    code = 'invalid_type' if kind.endswith('_type') or kind == 'int_from_float' else 'invalid_value'
-    return RequestError(f'{param}: {d["msg"][0].lower()}{d["msg"][1:]}.', param, code)
-
-def read_chat(body: dict) -> ChatRequest:
-    "A checked request. Raises `RequestError` that names the field."
-    check_supported(body)
-    try: req = ChatRequest.model_validate({k: v for k, v in body.items() if v is not None})
-    except ValidationError as e: raise first_problem(e) from None
-    if req.top_logprobs is not None and not req.logprobs:
-        raise RequestError('top_logprobs needs logprobs: true.', 'top_logprobs')
-    if None not in (a := req.max_tokens, b := req.max_completion_tokens) and a != b:
-        raise RequestError('max_tokens and max_completion_tokens disagree.',
-                           'max_completion_tokens')
-    return req
-
 # %% ../nbs/40_wire.ipynb #795b64df
-ROLES = ('system', 'developer', 'user', 'assistant', 'tool')
-
 def text_content(content: Any, # the field as sent
                  path: str,    # where it stands
                 ) -> str | None:
-    "The text of a message. Raises `RequestError`."
+    "The text of a field that takes text or text parts. Raises `RequestError`."
     if content is None or isinstance(content, str): return content
     if not isinstance(content, list):
         raise RequestError(f'{path} must be text or a list of parts.', path, 'invalid_type')
@@ -228,59 +94,100 @@ def text_content(content: Any, # the field as sent
                                f'{path}[{i}]', 'unsupported_parameter' if other else 'invalid_type')
     return ''.join(p['text'] for p in content)
 
-# %% ../nbs/40_wire.ipynb #30f6280c
-def past_call(call: Any, path: str) -> dict:
-    "A tool call of an earlier turn, for the template. Raises `RequestError`."
-    f = call.get('function') if isinstance(call, dict) else None
-    if not (isinstance(f, dict) and isinstance(f.get('name'), str)
-            and isinstance(f.get('arguments', ''), str)):
-        raise RequestError(f'{path} must be a function call with a name and arguments as text.',
-                           path, 'invalid_type')
-    try: args = json.loads(f.get('arguments') or '{}')
-    except (ValueError, RecursionError): args = f['arguments']
-    return {'id': call.get('id'), 'type': 'function',
-            'function': {'name': f['name'], 'arguments': args}}
+# %% ../nbs/40_wire.ipynb #91d08ae5
+MAX_N = 8        # choices per prompt
+MAX_CHOICES = 32 # choices per request
 
-# %% ../nbs/40_wire.ipynb #66d69221
-def template_message(m: dict, path: str) -> dict:
-    "One message as chat templates expect it. Raises `RequestError`."
-    role, calls = m.get('role'), m.get('tool_calls') or []
-    if role not in ROLES:
-        raise RequestError(f'{path}.role must be one of {", ".join(ROLES)}.', f'{path}.role')
-    if not isinstance(calls, list):
-        raise RequestError(f'{path}.tool_calls must be a list.', f'{path}.tool_calls', 'invalid_type')
-    content = text_content(m.get('content'), f'{path}.content')
-    if content is None and not (role == 'assistant' and calls):
-        raise RequestError(f'{path}.content is required.', f'{path}.content')
-    out = {'role': 'system' if role == 'developer' else role, 'content': content or ''}
-    if role == 'assistant' and calls:
-        out['tool_calls'] = [past_call(c, f'{path}.tool_calls[{i}]') for i, c in enumerate(calls)]
-    more = ('name', 'tool_call_id', 'reasoning_content')
-    return out | {k: m[k] for k in more if isinstance(m.get(k), str)}
+class StreamOptions(Strict):
+    "What a stream carries besides text."
+    include_usage: bool = False
+    continuous_usage_stats: bool = False # usage so far in every chunk
 
-# %% ../nbs/40_wire.ipynb #4750fdbf
-RESERVED = frozenset('''conversation messages tools documents chat_template add_generation_prompt
-    continue_final_message tokenize padding truncation max_length return_tensors return_dict
-    return_assistant_tokens_mask tokenizer_kwargs'''.split())
+class Speculation(Strict):
+    "Ours: what may draft for this request."
+    disable: bool = False
 
-def template_inputs(req: ChatRequest) -> dict: # keyword arguments of `ChatFormat.encode`
-    "Messages, tools and template variables. Raises `RequestError`."
-    for k, v in req.chat_template_kwargs.items():
-        small = isinstance(v, bool | int | float) or isinstance(v, str) and len(v) <= 1000
-        if k in RESERVED or not small:
-            raise RequestError(f'chat_template_kwargs must not set {k[:40]!r} to such a value.',
-                               f'chat_template_kwargs.{k[:40]}')
-    for i, t in enumerate(req.tools):
-        if len(json.dumps(t.function.parameters)) > 65536:
-            raise RequestError('The schema of this function is larger than 64 KB.',
-                               f'tools[{i}].function.parameters')
-    messages = [template_message(m, f'messages[{i}]') for i, m in enumerate(req.messages)]
-    tools = [t.model_dump(exclude_unset=True) for t in req.tools] if req.reads_calls else None
-    return {'messages': messages, 'tools': tools, **req.chat_template_kwargs}
+class Prediction(Strict):
+    "What the answer will probably be."
+    type: str
+    content: Any # text or text parts
+
+class Shared(Strict):
+    "Fields of all requests for text."
+    refuses: ClassVar[dict[str, tuple]] = {} # known fields -> values that ask for nothing
+    model: str | None = None # None: the served one
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    n: Int = Field(1, ge=1, le=128)
+    max_tokens: Int | None = Field(None, ge=1) # cut to what fits the context
+    min_tokens: Int | None = None
+    temperature: Num | None = None
+    top_p: Num | None = None
+    top_k: Int | None = None
+    min_p: Num | None = None
+    seed: Int | None = None
+    stop: Stops = []         # up to 16
+    logit_bias: dict[str, Num] = Field({}, max_length=1024)
+    frequency_penalty: Num | None = None
+    presence_penalty: Num | None = None
+    repetition_penalty: Num | None = None
+    repetition_context_size: Int | None = None
+    ignore_eos: bool = False
+    prediction: Prediction | None = None
+    speculation: Speculation = Speculation()
+
+    @property
+    def width(self) -> int: return self.n # choices in all
+
+# %% ../nbs/40_wire.ipynb #106a12c5
+REFUSED: dict[str, tuple] = dict.fromkeys( # field -> values that ask for nothing
+    '''structured_outputs guided_json guided_regex guided_choice guided_grammar json_schema grammar regex ebnf
+    allowed_token_ids bad_words stop_token_ids logits_processors prompt_logprobs truncate_prompt_tokens adapters
+    lora'''.split(), ()) | dict(
+    best_of=(1,), use_beam_search=(False,), length_penalty=(1.0, 1), include_stop_str_in_output=(False,),
+    typical_p=(1.0, 1), top_a=(0.0, 0), tfs_z=(1.0, 1), mirostat=(0,), mirostat_mode=(0,), dynatemp_range=(0.0, 0),
+    xtc_probability=(0.0, 0), dry_multiplier=(0.0, 0), response_format=({'type': 'text'},))
+
+def check_supported(kind: type[Shared], body: dict) -> None:
+    "Refuse known fields that we cannot honour, by name."
+    for name, neutral in kind.refuses.items():
+        v = body.get(name)
+        if v is not None and not any(type(whole(v)) is type(whole(x)) and v == x for x in neutral):
+            but = f' except as {json.dumps(neutral[0])}' if neutral else ''
+            raise RequestError(f'{name} is not supported here{but}.', name, 'unsupported_parameter')
+
+# %% ../nbs/40_wire.ipynb #1c4d4a5d
+def ignored(kind: type[Shared], body: dict) -> str: # text for a header, '' for none
+    "Names of fields without any effect, safe for a header."
+    names = [k for k, v in body.items() if v is not None and k not in kind.model_fields and k not in kind.refuses]
+    more = [f'+{len(names) - 16}'] if len(names) > 16 else []
+    return ', '.join([quote(k[:40], safe='') for k in names[:16]] + more)
+
+# %% ../nbs/40_wire.ipynb #d3dacb7b
+R = TypeVar('R', bound=Shared)
+
+def read(kind: type[R], body: dict) -> R:
+    "A checked request. Raises `RequestError` that names the field."
+    check_supported(kind, body)
+    try: req = kind.model_validate({k: v for k, v in body.items() if v is not None})
+    except ValidationError as e: raise first_problem(e) from None
+    if req.n > MAX_N:
+        raise RequestError(f'n is not supported here above {MAX_N}.', 'n', 'unsupported_parameter')
+    if req.prediction: predicted(req)
+    return req
+
+def predicted(req: Shared) -> str | None:
+    "The predicted answer. Raises `RequestError`."
+    if (p := req.prediction) is None: return None
+    if p.type != 'content':
+        raise RequestError('prediction.type must be content.', 'prediction.type', 'unsupported_parameter')
+    text = text_content(p.content, 'prediction.content')
+    if text is None: raise RequestError('prediction.content is required.', 'prediction.content')
+    return text or None
 
 # %% ../nbs/40_wire.ipynb #c5721c7f
-SAME = ('temperature', 'top_p', 'top_k', 'min_p', 'seed', 'frequency_penalty', 'presence_penalty',
-        'repetition_penalty', 'repetition_context_size') # names that `Params` shares
+SAME = ('min_tokens', 'temperature', 'top_p', 'top_k', 'min_p', 'seed', 'frequency_penalty', 'presence_penalty',
+        'repetition_penalty', 'repetition_context_size', 'max_tokens') # names that `Params` shares
 
 def read_bias(bias: dict[str, float], vocab_size: int) -> dict[int, float]: # token id -> bias
     "Token ids arrive as text. Raises `RequestError`."
@@ -290,26 +197,24 @@ def read_bias(bias: dict[str, float], vocab_size: int) -> dict[int, float]: # to
                                f'logit_bias.{k[:20]}')
     return {int(k): v for k, v in bias.items()}
 
-def to_params(req: ChatRequest, vocab_size: int, # number of token ids of the target
+def to_params(req: Shared, vocab_size: int, # number of token ids of the target
               make: Callable[..., Params] = Params, # fills in the server's own defaults
-             ) -> Params:
+              **more) -> Params: # what this kind of request says in its own way
     "What the engine is asked for. Raises `RequestError`."
-    said = {k: v for k in SAME if (v := getattr(req, k)) is not None}
-    if limit := req.max_completion_tokens or req.max_tokens: said['max_tokens'] = limit
-    return make(**said, stop=tuple(req.stop), ignore_eos=req.ignore_eos,
-                speculate=not req.speculation.disable,
-                logit_bias=read_bias(req.logit_bias, vocab_size),
-                logprobs=(req.top_logprobs or 0) if req.logprobs else None)
+    said: dict[str, Any] = {k: v for k in SAME if (v := getattr(req, k)) is not None}
+    return make(**said | more, stop=tuple(req.stop), ignore_eos=req.ignore_eos, prediction=predicted(req),
+                speculate=not req.speculation.disable, logit_bias=read_bias(req.logit_bias, vocab_size))
 
 # %% ../nbs/40_wire.ipynb #e9e1ba89
 def usage(stats: RequestStats, reasoning_tokens: int = 0) -> dict:
     "OpenAI's count of tokens."
+    drafted, accepted = stats.sources.get('prediction', (0, 0))
     return {'prompt_tokens': stats.prompt_tokens, 'completion_tokens': stats.completion_tokens,
             'total_tokens': stats.prompt_tokens + stats.completion_tokens,
             'prompt_tokens_details': {'cached_tokens': 0, 'audio_tokens': 0},
             'completion_tokens_details': {
                 'reasoning_tokens': reasoning_tokens, 'audio_tokens': 0,
-                'accepted_prediction_tokens': 0, 'rejected_prediction_tokens': 0}}
+                'accepted_prediction_tokens': accepted, 'rejected_prediction_tokens': drafted - accepted}}
 
 def speculation(stats: RequestStats) -> dict:
     "What speculation did for one request, in vLLM's shape; ratios of nothing are null."
@@ -320,6 +225,22 @@ def speculation(stats: RequestStats) -> dict:
             'num_spec_steps': n, 'num_accepted_draft_tokens': stats.accepted,
             'num_draft_tokens': stats.drafted, 'per_step_accepted': list(kept),
             'per_step_drafted': list(stats.per_step_drafted)}
+
+# %% ../nbs/40_wire.ipynb #3b61f516
+def _add(a: Any, b: Any) -> Any:
+    if is_dataclass(a): return type(a)(**{f.name: _add(getattr(a, f.name), getattr(b, f.name)) for f in fields(a)}) # ty: ignore
+    if a is None or b is None or isinstance(a, str): return b if a is None else a
+    if isinstance(a, dict) and not isinstance(a, Counter):
+        return {k: [x + y for x, y in zip(a.get(k, (0, 0)), b.get(k, (0, 0)), strict=True)] for k in {**a, **b}}
+    return a + b
+
+def together(parts: Sequence[RequestStats], # of the choices, in order
+             prompt_tokens: int, # all prompts, each counted once
+            ) -> RequestStats:
+    "The account of several choices."
+    total = reduce(_add, parts)
+    total.prompt_tokens, total.seed = prompt_tokens, parts[0].seed
+    return total
 
 # %% ../nbs/40_wire.ipynb #8fd994a3
 def gate_account(c: Choices) -> dict:
@@ -343,38 +264,10 @@ def account(stats: RequestStats) -> dict: # keys of the response's root
     metrics = {'speculative_decoding': speculation(stats), 'mlxspec': ours}
     return {'metrics': metrics, 'timings': timings}
 
-# %% ../nbs/40_wire.ipynb #3b23b89b
-def call_entry(p: Piece, index: int, answer_id: str) -> dict:
-    "A tool call in OpenAI's shape."
-    call_id = f'call_{answer_id.rpartition("-")[2]}_{index}'
-    return {'id': call_id, 'type': 'function', 'function': {'name': p.name, 'arguments': p.text}}
-
-def delta_of(pieces: list[Piece], calls_before: int, answer_id: str) -> dict:
-    "What one step adds to the message; empty when it adds nothing."
-    text = lambda kind: ''.join(p.text for p in pieces if p.kind == kind)
-    calls = [p for p in pieces if p.kind == 'call']
-    delta: dict[str, Any] = {'reasoning_content': text('reasoning'), 'content': text('content')}
-    delta['tool_calls'] = [{'index': i, **call_entry(p, i, answer_id)}
-                           for i, p in enumerate(calls, calls_before)]
-    return {k: v for k, v in delta.items() if v}
-
-# %% ../nbs/40_wire.ipynb #5fc249b7
-def logprob_entry(token_id: int, logprob: float | None, text_of: Callable[[int], str]) -> dict:
-    "One token with its log-probability."
-    text = text_of(token_id)
-    finite = -9999.0 if logprob is None else max(-9999.0, logprob) # in this order NaN loses, too
-    whole_text = '\ufffd' not in text
-    return {'token': text, 'logprob': finite, 'bytes': list(text.encode()) if whole_text else None}
-
-def logprob_content(tokens: tuple[Emitted, ...], text_of: Callable[[int], str]) -> list[dict]:
-    "The tokens of one step, each with its alternatives."
-    top = lambda t: [logprob_entry(i, lp, text_of) for i, lp in t.top]
-    return [{**logprob_entry(t.id, t.logprob, text_of), 'top_logprobs': top(t)} for t in tokens]
-
-# %% ../nbs/40_wire.ipynb #93e73209
+# %% ../nbs/40_wire.ipynb #a60b3733
 @dataclass(frozen=True)
 class Head:
-    "What all parts of one answer repeat."
+    "What all parts of one response repeat."
     id: str          # 'chatcmpl-...'
     created: int     # Unix time, seconds
     model: str       # served id
@@ -384,47 +277,16 @@ class Head:
         return {'id': self.id, 'object': kind, 'created': self.created, 'model': self.model,
                 'system_fingerprint': self.fingerprint, 'choices': choices, **more}
 
-@dataclass
-class Answer:
+class Choice(Protocol):
     "One answer, growing by the engine's chunks."
-    head: Head
-    splitter: Splitter
-    text_of: Callable[[int], str] | None = None # token id -> text; None: no log-probabilities
-    texts: dict[str, list[str]] = field(default_factory=lambda: dict(reasoning=[], content=[]))
-    calls: list[Piece] = field(default_factory=list)
-    logprobs: list[dict] = field(default_factory=list)
-    finish_reason: str | None = None
+    tokens: int   # so far
+    thoughts: str # reasoning so far
+    def opening(self) -> dict | None: ...          # a stream's first event of this choice
+    def add(self, chunk: Chunk) -> dict | None: ... # take one step; its event, if it can be shown already
+    def closing(self) -> dict: ...                 # the event with the finish reason
+    def whole(self) -> dict: ...                   # all of it
 
-    def add(self, chunk: Chunk) -> tuple[dict, dict | None]: # delta, logprobs
-        "Take one step's chunk."
-        entries = logprob_content(chunk.tokens, self.text_of) if self.text_of else []
-        self.logprobs += entries
-        self.finish_reason = chunk.finish_reason or self.finish_reason
-        new = self.splitter.feed(chunk.text) + (self.splitter.end() if chunk.finish_reason else [])
-        delta = delta_of(new, len(self.calls), self.head.id)
-        for p in new:
-            if p.kind == 'call': self.calls.append(p)
-            else: self.texts[p.kind].append(p.text)
-        return delta, {'content': entries, 'refusal': None} if entries else None
-
-    @property
-    def reason(self) -> str | None:
-        return 'tool_calls' if self.calls and self.finish_reason == 'stop' else self.finish_reason
-    def text(self, kind: str) -> str: return ''.join(self.texts[kind])
-
-# %% ../nbs/40_wire.ipynb #4e01fd5e
-def chat_body(a: Answer, stats: RequestStats, reasoning_tokens: int = 0) -> dict:
-    "The response to a request that was not streamed."
-    content = a.text('content') or (None if a.calls else '')
-    message: dict[str, Any] = {'role': 'assistant', 'content': content, 'refusal': None}
-    if thoughts := a.text('reasoning'): message['reasoning_content'] = thoughts
-    if a.calls: message['tool_calls'] = [call_entry(p, i, a.head.id) for i, p in enumerate(a.calls)]
-    logprobs = {'content': a.logprobs, 'refusal': None} if a.text_of else None
-    choice = {'index': 0, 'message': message, 'logprobs': logprobs, 'finish_reason': a.reason}
-    counts = usage(stats, reasoning_tokens)
-    return a.head.wrap('chat.completion', [choice], usage=counts, **account(stats))
-
-# %% ../nbs/40_wire.ipynb #b25d8071
+# %% ../nbs/40_wire.ipynb #e9891ce1
 DONE = 'data: [DONE]\n\n'
 
 def frame(data: dict) -> str:
@@ -432,29 +294,41 @@ def frame(data: dict) -> str:
     return f'data: {json.dumps(data, allow_nan=False, separators=(",", ":"))}\n\n'
 
 @dataclass
-class ChatStream:
-    "The events of one streamed answer."
-    answer: Answer
-    include_usage: bool = False
+class Response:
+    "All choices of one response."
+    head: Head
+    choices: Sequence[Any] # `Choice`s
+    kinds: tuple[str, str] # `object` of a body, and of a stream's events
+    options: StreamOptions = field(default_factory=StreamOptions)
+    prompt_tokens: int = 0
+    ended: list[int] = field(default_factory=list) # indices of the choices, as they ended
 
-    def _event(self, delta: dict, logprobs: dict | None = None, finish_reason: str | None = None,
-               **more) -> str:
-        choice = {'index': 0, 'delta': delta, 'logprobs': logprobs, 'finish_reason': finish_reason}
-        null = {'usage': None} if self.include_usage else {}
-        return frame(self.answer.head.wrap('chat.completion.chunk', [choice], **null, **more))
+    def body(self, stats: RequestStats, reasoning_tokens: int = 0) -> dict:
+        "The response to a request that was not streamed."
+        counts = usage(stats, reasoning_tokens)
+        return self.head.wrap(self.kinds[0], [c.whole() for c in self.choices], usage=counts, **account(stats))
 
-    def start(self) -> str:
-        return self._event({'role': 'assistant', 'content': '', 'refusal': None})
+    def event(self, choice: dict | None, **more) -> str: # '' for None
+        "One event of a stream."
+        if choice is None: return ''
+        if self.options.continuous_usage_stats: more['usage'] = self.so_far()
+        elif self.options.include_usage: more['usage'] = None
+        return frame(self.head.wrap(self.kinds[1], [choice], **more))
 
-    def step(self, chunk: Chunk) -> str: # empty when all of the step's text has to wait
-        "The event of one decode step."
-        delta, logprobs = self.answer.add(chunk)
-        return self._event(delta, logprobs) if delta or logprobs else ''
+    def so_far(self) -> dict:
+        n = sum(c.tokens for c in self.choices)
+        return {'prompt_tokens': self.prompt_tokens, 'completion_tokens': n, 'total_tokens': self.prompt_tokens + n}
+
+    def start(self) -> str: return ''.join(self.event(c.opening()) for c in self.choices)
+    def step(self, index: int, chunk: Chunk) -> str: return self.event(self.choices[index].add(chunk))
+    def end(self, index: int) -> str:
+        "A choice has ended; the last one waits for `finish`."
+        self.ended.append(index)
+        return self.event(self.choices[index].closing()) if len(self.ended) < len(self.choices) else ''
 
     def finish(self, stats: RequestStats, reasoning_tokens: int = 0) -> str:
         "Everything after the last step."
-        reason, accounts = self.answer.reason, account(stats)
-        if not self.include_usage: return self._event({}, None, reason, **accounts) + DONE
+        last, accounts = self.choices[self.ended[-1]].closing(), account(stats)
+        if not self.options.include_usage: return self.event(last, **accounts) + DONE
         counts = usage(stats, reasoning_tokens)
-        tail = self.answer.head.wrap('chat.completion.chunk', [], usage=counts, **accounts)
-        return self._event({}, None, reason) + frame(tail) + DONE
+        return self.event(last) + frame(self.head.wrap(self.kinds[1], [], usage=counts, **accounts)) + DONE
