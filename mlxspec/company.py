@@ -224,6 +224,10 @@ class Company:
         self._stages: dict[int, Stage] = {}
         for m in _recalled(memo.load() if memo else None): self.trials.setdefault((m.width, m.rows), []).append(m)
 
+    def known(self, width: int, k: int) -> bool:
+        "Whether `learn` would find nothing to do."
+        return self.unprobed or all((width, r) in self.trials for r in (1, *ladder(k)))
+
     def learn(self, width: int, k: int) -> Generator[None, None, None]: # k: most rows of each
         "Try what batches of so many sequences may want to run, one forward at a time."
         for r in (1, *ladder(k)): yield from self.probe(width, r)
