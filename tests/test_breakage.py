@@ -4,13 +4,17 @@ import json
 import logging
 import os
 import signal
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
+import platformdirs
 import pytest
 
-from mlxspec import Engine, stream_generate
-from mlxspec.core import ConfigError, EngineError, ModelError, Params, RequestError
+from mlxspec import Engine, policy_cli, stream_generate
+from mlxspec.config import config_files
+from mlxspec.core import ConfigError, EngineError, MlxspecError, ModelError, Params, RequestError
+from mlxspec.hints import hint_dir
 from mlxspec.scheduler import ModelWorkScheduler
 from mlxspec.target import Target
 from mlxspec.tiny import byte_tokenizer, save_tiny, tiny_model
@@ -112,3 +116,25 @@ def test_extreme_numbers_change_nothing_about_the_text(engine, name, value):
     if name == 'max_tokens': prompt *= 101 # the context ends it
     a, b = (engine.generate(prompt, speculate=s, **more) for s in (True, False))
     assert [t.id for t in a.tokens] == [t.id for t in b.tokens] and a.text == b.text and a.finish_reason == b.finish_reason
+
+
+@pytest.mark.parametrize('name', ['~nobody-of-this-name/x', 'a' * 5000, 'a/' * 2500, 'x\0y'])
+def test_a_path_that_can_be_none(name, tmp_path, monkeypatch):
+    for options in (dict(model=name), dict(drafter=name)):
+        with pytest.raises(MlxspecError) as e: Engine.load(**options, cache_dir=tmp_path)
+        assert '\n' not in str(e.value)
+
+
+def test_a_user_without_a_home(monkeypatch, tmp_path):
+    def homeless(*_): raise RuntimeError('could not determine the home directory')
+    monkeypatch.setattr(platformdirs, 'user_config_path', homeless), monkeypatch.setattr(Path, 'home', homeless), monkeypatch.chdir(tmp_path)
+    assert config_files(None) == []
+    with Engine.from_model(tiny_model('llama'), byte_tokenizer()) as e: assert e.generate([65], max_tokens=2).stats.completion_tokens == 2
+    assert policy_cli.show(hint_dir()).startswith('Nothing is stored') and policy_cli.clear(hint_dir()) == '0 stored verdicts removed.'
+
+
+def test_verdicts_that_nobody_may_read(monkeypatch):
+    def forbidden(*_): raise PermissionError(13, 'Permission denied')
+    monkeypatch.setattr(policy_cli, 'all_hints', forbidden)
+    for ask in (policy_cli.show, policy_cli.export):
+        with pytest.raises(ConfigError, match='Cannot read .*: Permission denied'): ask(Path('x'))

@@ -235,6 +235,11 @@ def test_closed_and_full_streams(line, code, err):
     assert (done.returncode, done.stdout, done.stderr) == (code, '', err)
 
 
+def test_a_directory_that_is_gone(tmp_path):
+    done = shell(f'cd {tmp_path} && mkdir gone && cd gone && rmdir ../gone && mlxspec generate -p x')
+    assert (done.returncode, done.stdout) == (2, '') and done.stderr.startswith('mlxspec: The current directory is gone')
+
+
 def test_a_marked_text_for_a_reader_that_went_away():
     r, w = os.pipe()
     os.close(r)
