@@ -15,7 +15,7 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
-from .core import Cancelled, MlxspecError, RequestError
+from .core import Cancelled, RequestError
 from .errors import Code, error_response
 
 # %% auto #0

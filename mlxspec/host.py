@@ -24,7 +24,7 @@ from .edge import LOCAL
 from .errors import Code, later, told
 from .feed import PING, Feed, Item, steps
 from .scheduler import OwnerStopped
-from .wire import Head, Response, Shared, frame, to_params, together
+from .wire import Head, Response, frame, to_params, together
 
 # %% auto #0
 __all__ = ['Host', 'loaded', 'unavailable', 'check_model', 'retry_after', 'take_places', 'leave_place', 'Turn', 'open_turn',
@@ -112,7 +112,7 @@ class Turn:
         return stats[0] if len(stats) == 1 else together(stats, self.response.prompt_tokens), n
 
 # %% ../nbs/41_host.ipynb #6aac437e
-def open_turn(host: Host, req: Shared, prompts: list[list[int]]) -> Turn:
+def open_turn(host: Host, req: Any, prompts: list[list[int]]) -> Turn:
     "A turn without jobs yet."
     chat, answer_id = host.engine.chat, host.new_id()
     choices = [req.choice(i * req.n + j, answer_id, chat, p) for i, p in enumerate(prompts) for j in range(req.n)]
@@ -129,7 +129,7 @@ def submit(host: Host, turn: Turn, prompt: list[int], params: Params) -> None:
     host.jobs[job.future] = job
     job.future.add_done_callback(lambda f: (feed.post(leave_place, host, f), feed.put(index, f)))
 
-async def admit(host: Host, req: Shared) -> Turn:
+async def admit(host: Host, req: Any) -> Turn: # req: a ChatRequest or a CompletionRequest
     "Check, render, tokenise, submit. Raises what the client should be told."
     if e := unavailable(host): raise e
     check_model(host, req.model)
@@ -153,7 +153,7 @@ def honest(host: Host, e: BaseException) -> BaseException:
     "The error as the client should understand it."
     return (unavailable(host) or e) if isinstance(e, Cancelled) and host.stopping else e
 
-async def whole(host: Host, req: Shared) -> dict:
+async def whole(host: Host, req: Any) -> dict:
     "The answer as one body."
     turn = await admit(host, req)
     try:
@@ -164,7 +164,7 @@ async def whole(host: Host, req: Shared) -> dict:
     finally: turn.cancel()
 
 # %% ../nbs/41_host.ipynb #a94ccba0
-async def begin(host: Host, req: Shared) -> tuple[Turn, Item | None]:
+async def begin(host: Host, req: Any) -> tuple[Turn, Item | None]:
     "Admit, and wait for the first token, or as long as the grace."
     turn = await admit(host, req)
     try:
@@ -184,7 +184,8 @@ async def events(host: Host, turn: Turn, first: Item | None, request_id: str) ->
             if what is None:
                 yield PING
                 continue
-            event = r.end(what[0]) if what[1] is None else r.step(*what)
+            index, chunk = what
+            event = r.end(index) if chunk is None else r.step(index, chunk)
             if opening or event: yield opening + event
             opening = ''
         yield r.finish(*await turn.ending())

@@ -84,7 +84,7 @@ class Server(uvicorn.Server):
         "Cut the connection of a request, on the event loop."
         for c in list(self.server_state.connections):
             cycle = getattr(c, 'cycle', None)
-            if cycle and cycle.scope.get('request_id') == request_id and c.transport: c.transport.abort() # ty: ignore
+            if cycle and cycle.scope.get('request_id') == request_id and c.transport: c.transport.abort()
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         self.force_exit = self.should_exit and sig == signal.SIGINT # a second Ctrl+C does not wait

@@ -18,7 +18,7 @@ from urllib.parse import quote
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
-from .core import Choices, Chunk, MlxspecError, Params, RequestError, RequestStats
+from .core import Choices, Chunk, Params, RequestError, RequestStats
 from .errors import first_problem, path_of
 
 # %% auto #0
@@ -228,7 +228,7 @@ def speculation(stats: RequestStats) -> dict:
 
 # %% ../nbs/40_wire.ipynb #3b61f516
 def _add(a: Any, b: Any) -> Any:
-    if is_dataclass(a): return type(a)(**{f.name: _add(getattr(a, f.name), getattr(b, f.name)) for f in fields(a)}) # ty: ignore
+    if is_dataclass(a): return type(a)(**{f.name: _add(getattr(a, f.name), getattr(b, f.name)) for f in fields(a)})
     if a is None or b is None or isinstance(a, str): return b if a is None else a
     if isinstance(a, dict) and not isinstance(a, Counter):
         return {k: [x + y for x, y in zip(a.get(k, (0, 0)), b.get(k, (0, 0)), strict=True)] for k in {**a, **b}}
