@@ -36,6 +36,7 @@ class Work:
     cancelled: threading.Event = field(default_factory=threading.Event)
     band: str = 'foreground'          # one of BANDS, or 'keepalive'
     at: float = 0.0                   # clock when it came
+    since: float = 0.0                # ... when its line of ancestors began to wait: that of work which idle work submits goes back to its parent's
     key: Hashable = None              # calls: those with one key take one turn; persistence: newer work replaces older
     pinned: int = 0                   # bytes that live as long as it waits
     depth: int = 0                    # post-commit work that came from post-commit work: how often in a row
@@ -177,7 +178,7 @@ class Bands:
 
 def no_grace(b: Bands) -> float:
     "Clock from which on no grace counts, for the work that has waited longest."
-    first = min((q[0].at for q in (b.postcommit, b.persistence) if q), default=inf)
+    first = min((w.since for q in (b.postcommit, b.persistence) for w in q), default=inf)
     return max(first, b.request_end) + b.graces.live_s
 
 def due_postcommit(b: Bands) -> float: # clock; inf: never
@@ -202,6 +203,7 @@ def take(b: Bands, now: float, # clock
         ) -> Work | None: # None: nothing to do now
     "The work that gets the next step."
     if w := take_foreground(b.foreground): return w
+    if w := next((w for q in (b.postcommit, b.persistence) for w in q if w.withdrawn), None): return w
     if b.postcommit and (flush or due_postcommit(b) <= now): return b.postcommit[0]
     if b.persistence and not b.postcommit and (flush or due_persistence(b) <= now): return b.persistence[0]
     if flush or due_keepalive(b, now) > now: return None

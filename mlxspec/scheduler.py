@@ -184,9 +184,10 @@ def submit(desk: Desk, work: Work, queue: Callable[[Bands, Work], tuple[Work, li
         return work.future
     with desk.cond:
         parent = desk.hand if desk.owner == threading.get_ident() else None
-        work.at, work.depth = desk.clock(), parent.depth + 1 if parent and parent.band == work.band == 'postcommit' else 0
-        flushed = desk.closing and work.band != 'foreground' and parent and parent.band != 'foreground'
-        why = stopped(desk.closing) if desk.dead or desk.closing and not flushed else _too_deep(work)
+        idle = parent and parent.band in BANDS[1:] and work.band in BANDS[1:]
+        work.at = work.since = desk.clock()
+        if idle: work.since, work.depth = parent.since, parent.depth + (parent.band == work.band == 'postcommit')
+        why = stopped(desk.closing) if desk.dead or desk.closing and not idle else _too_deep(work)
         taken, dropped = queue(desk.bands, work) if why is None else (work, [])
         desk.cond.notify_all()
     if why: settle(work.future, 'failed', why)
