@@ -22,8 +22,8 @@ from transformers import PreTrainedTokenizerFast
 
 # %% auto #0
 __all__ = ['KINDS', 'SPECIAL', 'tiny_config', 'tiny_model', 'redrawn', 'byte_tokenizer', 'save_tiny', 'tensors', 'save_weights',
-           'save_tiny_mtp', 'save_tiny_assistant', 'save_tiny_glm', 'overfit', 'packed', 'save_precisions', 'Eager',
-           'round_cost']
+           'save_tiny_mtp', 'save_tiny_assistant', 'save_tiny_glm', 'TinyInklingArgs', 'TinyInkling',
+           'save_tiny_inkling', 'overfit', 'packed', 'save_precisions', 'Eager', 'round_cost']
 
 # %% ../nbs/53_tiny.ipynb #ba9ae53e
 _BASE = dict(hidden_size=32, num_hidden_layers=2, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
@@ -195,6 +195,58 @@ def _published(weights: dict[str, mx.array], c: dict) -> dict[str, mx.array]:
             out[k.replace('embed_q', 'kv_b_proj')] = both.reshape(-1, w.shape[1])
         elif 'unembed_out' not in k: out[k] = w.astype(mx.float32) if 'correction_bias' in k else w
     return {k: mx.contiguous(w) for k, w in out.items()}
+
+# %% ../nbs/53_tiny.ipynb #f9f2c5a1
+class TinyInklingArgs(dict):
+    "config.json as it is."
+    @classmethod
+    def from_dict(cls, config: dict) -> TinyInklingArgs: return cls(config)
+
+class _InklingBody(nn.Module):
+    def __init__(self, c: dict):
+        from mlxspec.drafters.inkling_mtp import DecoderBlock, InklingArgs
+        super().__init__()
+        args = InklingArgs.from_dict(c)
+        self.embed_tokens = nn.Embedding(args.vocab_size, args.hidden_size)
+        self.embed_norm, self.norm = (nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps) for _ in range(2))
+        self.layers = [DecoderBlock(args, local=i == 0) for i in range(c['text_config']['num_hidden_layers'])]
+
+    def __call__(self, ids: mx.array, cache: Any) -> mx.array:
+        x = self.embed_norm(self.embed_tokens(ids))
+        for layer, c in zip(self.layers, cache, strict=True): x = layer(x, c, 0)
+        return self.norm(x)
+
+class TinyInkling(nn.Module):
+    "A target with Inkling's layers."
+    def __init__(self, args: TinyInklingArgs):
+        super().__init__()
+        text = args['text_config']
+        self.model, self.scale, self.cut = _InklingBody(args), text['logits_mup_width_multiplier'], text['unpadded_vocab_size']
+        self.lm_head = nn.Linear(text['hidden_size'], text['vocab_size'], bias=False)
+
+    @property
+    def layers(self) -> list: return self.model.layers
+    def make_cache(self) -> list:
+        from mlxspec.drafters.inkling_mtp import block_cache
+        return [block_cache() for _ in self.layers]
+
+    def __call__(self, ids: mx.array, cache: Any = None) -> mx.array:
+        return self.lm_head(self.model(ids, cache or self.make_cache()) / self.scale)[..., :self.cut]
+
+def save_tiny_inkling(path: Path, # directory to fill
+                      blocks: int = 2, # of the head; the first one is sliding
+                      dtype: mx.Dtype = mx.float32, seed: int = 0, **changes) -> Path: # keys of text_config to change
+    "Write a random Inkling-like target with its head."
+    from mlxspec.drafters.inkling_mtp import InklingArgs, InklingHead
+    text = dict(hidden_size=32, num_hidden_layers=2, vocab_size=272, unpadded_vocab_size=264, rms_norm_eps=1e-6, logits_mup_width_multiplier=2.0,
+                num_attention_heads=4, num_key_value_heads=2, head_dim=8, swa_num_attention_heads=4, swa_num_key_value_heads=1, swa_head_dim=8,
+                sliding_window_size=8, d_rel=4, rel_extent=16, sconv_kernel_size=4, dense_intermediate_size=64, intermediate_size=64) | changes
+    config = dict(model_type='inkling', eos_token_id=258, text_config=text, mtp_config=dict(num_nextn_predict_layers=blocks, local_layer_ids=[0]))
+    save_weights(path, tensors(redrawn(TinyInkling(TinyInklingArgs(config)), dtype, seed)), config)
+    head = tensors(redrawn(InklingHead(InklingArgs.from_dict(config)), dtype, seed + 1))
+    mx.save_safetensors(str(path / 'mtp.safetensors'), {f'model.mtp.{k}': w for k, w in head.items()}, metadata={'format': 'pt'})
+    byte_tokenizer().save_pretrained(path)
+    return path
 
 # %% ../nbs/53_tiny.ipynb #ff2c14f6
 def overfit(net: Any, # a head
