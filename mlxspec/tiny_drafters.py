@@ -15,7 +15,7 @@ import mlx.nn as nn
 from .tiny import redrawn, save_weights, tensors, tiny_config
 
 # %% auto #0
-__all__ = ['save_tiny_eagle3']
+__all__ = ['save_tiny_eagle3', 'save_tiny_dflash']
 
 # %% ../nbs/54_tiny_drafters.ipynb #338363ff
 def save_tiny_eagle3(path: Path, # directory to fill
@@ -38,3 +38,15 @@ def save_tiny_eagle3(path: Path, # directory to fill
     ids = mx.sort(mx.random.permutation(V, key=mx.random.key(seed))[:draft_vocab])
     tables = dict(d2t=ids - mx.arange(draft_vocab), t2d=mx.zeros(V, dtype=mx.bool_).at[ids].add(True))
     return save_weights(path, weights | tables, config, raw=True)
+
+# %% ../nbs/54_tiny_drafters.ipynb #a0f7b2e5
+def save_tiny_dflash(path: Path, # directory to fill
+                     dtype: mx.Dtype = mx.float32, seed: int = 1,
+                     taps: tuple[int, ...] = (0, 1), # layers of the target that it reads
+                     **changes) -> Path: # configuration keys to change; returns the directory
+    "Write a random dflash drafter that fits the tiny targets."
+    from mlxspec.drafters.dflash import DFlashArgs, DFlashNet
+    config = tiny_config('qwen3') | dict(architectures=['DFlashDraftModel'], block_size=8, sliding_window=8,
+                                         layer_types=['sliding_attention', 'full_attention'],
+                                         dflash_config=dict(mask_token_id=263, target_layer_ids=list(taps))) | changes
+    return save_weights(path, tensors(redrawn(DFlashNet(DFlashArgs.from_dict(config)), dtype, seed)), config, raw=True)

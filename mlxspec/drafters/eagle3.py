@@ -90,7 +90,7 @@ class EagleHead(nn.Module):
         H = t.hidden_size
         self.fc = nn.Linear(self.fc_width, H, bias=False)
         if args.norm_before_fc: self.input_norm = nn.RMSNorm(self.fc_width, eps=t.rms_norm_eps)
-        self.layers = [FirstLayer(args), *(TransformerBlock(t) for _ in range(t.num_hidden_layers - 1))]
+        self.layers: list[Any] = [FirstLayer(args), *(TransformerBlock(t) for _ in range(t.num_hidden_layers - 1))]
         self.norm = nn.RMSNorm(H, eps=t.rms_norm_eps)
         self.embed_tokens = self.lm_head = None # where the checkpoint has them
         self.ids: tuple[int, ...] | None = None # the target's id of every draft id; None: they are the same
@@ -117,7 +117,8 @@ class EagleHead(nn.Module):
         if 'lm_head.weight' in named: self.lm_head = nn.Linear(t.hidden_size, self.args.draft_vocab, bias=False)
         return {k: v for k, v in named.items() if 'rotary_emb.' not in k and not k.startswith('verifier_')}
 
-def target_ids(args: EagleArgs, d2t: mx.array | None, t2d: mx.array | None) -> tuple[int, ...] | None:
+def target_ids(args: EagleArgs, d2t: Any, t2d: Any, # tables of the checkpoint, or None
+              ) -> tuple[int, ...] | None:
     "The target's id of every draft id; None when they are the same. ValueError when the tables are not to be understood."
     n = args.draft_vocab
     can = None if t2d is None else [i for i, b in enumerate(t2d.tolist()) if b]
