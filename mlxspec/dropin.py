@@ -59,7 +59,8 @@ class CallableLaw(Law):
             if i < block.shape[0]: past = past.push(block[i:i + 1])
         logprobs = mx.concatenate(out)
         choice = self.sampler(logprobs) if self.sampler else mx.argmax(logprobs, axis=-1)
-        return Rows(checked(choice, logprobs), logprobs, normalise(logits), logprobs)
+        known = (choice >= 0) & (choice < self.vocab) # a sampler may return anything
+        return Rows(mx.where(known, checked(mx.where(known, choice, 0), logprobs), -1), logprobs, normalise(logits), logprobs)
 
 # %% ../nbs/34_dropin.ipynb #ffd3087a
 def responses(run: Running, chunk: Chunk, # one step
@@ -83,6 +84,11 @@ _UNSUPPORTED = 'draft_model', 'num_draft_tokens', 'kv_bits', 'kv_group_size', 'q
 def _law(params: Params, vocab: int, sampler: Callable | None, processors: list[Callable] | None) -> Law:
     return CallableLaw(params, vocab, list(processors or []), sampler) if sampler or processors else Law(params, vocab)
 
+def _whole_numbers(max_tokens: Any, prefill_step_size: Any) -> None:
+    whole = lambda n: isinstance(n, int) and not isinstance(n, bool)
+    if not whole(max_tokens) or max_tokens < 1 and max_tokens != -1: raise ConfigError(f'max_tokens must be at least 1, or -1 for no limit, not {max_tokens!r}.')
+    if not whole(prefill_step_size) or prefill_step_size < 1: raise ConfigError(f'prefill_step_size must be at least 1, not {prefill_step_size!r}.')
+
 def _prompt_ids(chat: ChatFormat, prompt: Any) -> list[int]:
     if isinstance(prompt, str): return chat.encode_text(prompt)
     ids = prompt.tolist() if isinstance(prompt, mx.array) else prompt
@@ -92,8 +98,8 @@ def _prompt_ids(chat: ChatFormat, prompt: Any) -> list[int]:
 
 def _open(model, tokenizer, prompt, max_tokens, drafter, sampler, processors, prompt_cache, max_kv_size, k, params) -> tuple[Target, Running]:
     "Everything that can be refused is refused here."
-    if max_tokens == 0: raise ConfigError('max_tokens must not be 0 (use -1 for no limit).')
-    if bad := [n for n in params if n in _UNSUPPORTED]: raise ConfigError(f'{bad[0]} is not supported by mlxspec.stream_generate.')
+    if bad := [n for n in params if n in _UNSUPPORTED and params[n] is not None]: raise ConfigError(f'{bad[0]} is not supported by mlxspec.stream_generate.')
+    params = {n: v for n, v in params.items() if n not in _UNSUPPORTED}
     target = Target(model, tokenizer, {}, 'model')
     p = Params(max_tokens=max_tokens if max_tokens > 0 else 2**62, **({'seed': 0} | params))
     ids = _prompt_ids(ChatFormat(target.tokenizer), prompt)
@@ -129,6 +135,8 @@ def stream_generate(model: Any, # an mlx-lm model, loaded on this thread
                     stream: Any = None, # MLX stream to run on
                     **params) -> Generator[GenerationResponse]: # fields of mlxspec.Params
     "Generate text token by token: `mlx_lm.stream_generate` with drafts. ConfigError or RequestError for arguments that cannot work."
+    _whole_numbers(max_tokens, prefill_step_size)
+    if not isinstance(drafter, str | None): raise ConfigError(f'drafter must be kinds in one text, separated by commas, or None, not {repr(drafter)[:60]}.')
     target, run = _open(model, tokenizer, prompt, max_tokens, drafter, sampler, logits_processors, prompt_cache, max_kv_size, block_size, params)
     progress, k, total = prompt_progress_callback or (lambda *_: None), 1 if sampler else block_size, run.seq.prompt_len
     def on_stream(fn, *args): # a `with` must not stay open over a yield: the caller would run inside it
