@@ -99,9 +99,9 @@ def _prompt_ids(chat: ChatFormat, prompt: Any) -> list[int]:
 def _open(model, tokenizer, prompt, max_tokens, drafter, sampler, processors, prompt_cache, max_kv_size, k, params) -> tuple[Target, Running]:
     "Everything that can be refused is refused here."
     if bad := [n for n in params if n in _UNSUPPORTED and params[n] is not None]: raise ConfigError(f'{bad[0]} is not supported by mlxspec.stream_generate.')
-    params = {n: v for n, v in params.items() if n not in _UNSUPPORTED}
+    said: dict[str, Any] = {'seed': 0} | {n: v for n, v in params.items() if n not in _UNSUPPORTED}
     target = Target(model, tokenizer, {}, 'model')
-    p = Params(max_tokens=max_tokens if max_tokens > 0 else 2**62, **({'seed': 0} | params))
+    p = Params(max_tokens=max_tokens if max_tokens > 0 else 2**62, **said)
     ids = _prompt_ids(ChatFormat(target.tokenizer), prompt)
     p = admit(ids, p, target.vocab_size, None)
     seq = Sequence(ids, p, TextStream(target.tokenizer.detokenizer, p.stop), target.eos)
