@@ -128,9 +128,14 @@ def within(v: Any, lo: float | None, hi: float | None) -> bool: # False for NaN
 class Settings:
     "Every option with its value, and where each came from."
     model: str | None = option(None, 'target: a directory or a Hugging Face repository (without it, the demo pair)', PROBE)
-    drafter: str | None = option(None, 'drafters in order of preference, comma-separated: lookup, head, a directory; or none', PROBE)
+    drafter: str | None = option(None, 'drafters in order of preference, comma-separated: lookup, head, directories, repositories; or none', PROBE)
+    draft_kind: str | None = option(None, 'family of the drafters that are directories; without it, their config.json says', PROBE)
+    quantize_drafter: int | None = option(None, 'bits per weight that drafters are packed to when they are loaded', PROBE, lo=2, hi=8)
+    drafter_check: bool = option(True, 'refuse a drafter with another tokenizer; off: only warn', PROBE)
     draft_block_size: int | None = option(None, 'K, most verify rows of a round: 1 pending token and K - 1 drafts', PROBE, lo=1, hi=16)
     no_spec: bool = option(False, 'never configure speculation', ('serve', 'generate'))
+    context_length: int | None = option(None, 'most tokens of prompt and answer; without it, what model and memory allow', lo=1)
+    memory_limit: float | None = option(None, 'gigabytes for weights, caches and buffers; without it, what the machine offers', lo=0)
     speculation: str = option('auto', 'when the pair cannot speculate: serve plain or refuse to start', ('serve', 'generate'),
                               choices=('auto', 'required'))
     host: str = option('127.0.0.1', 'address to listen on', ('serve',))
