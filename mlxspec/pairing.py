@@ -7,6 +7,7 @@ Docs: https://mlxspec.github.io/mlxspec/pairing.html.md"""
 # %% ../nbs/32_pairing.ipynb #2e9c40c9
 from __future__ import annotations
 
+import filecmp
 import hashlib
 import logging
 from dataclasses import dataclass
@@ -16,28 +17,33 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
+from mlx_lm.utils import load_tokenizer
 
 from . import blas
 from .budget import BudgetGate
 from .config import Settings
-from .core import ConfigError, Drafter, PairError
+from .core import ConfigError, Drafter, ModelError, PairError
 from .device import Device, apple_generation
-from .drafters import lookup # noqa: F401  (registers itself)
-from .drafters.base import build
+from .drafters import dflash, draft_model, eagle3, gemma4_assistant, glm4_moe_lite_mtp, inkling_mtp, lookup # noqa: F401  (they register themselves)
+from .drafters.base import build, quantize, tokenizers_differ
+from .drafters.prediction import Prediction
 from .drafters.qwen3_5_mtp import head_tensors
 from .gate import Gate, WindowGate
 from .exactness import Exactness, finish
 from .hints import HintFile, HintKey, MemoFile, fingerprint, hint_dir
+from .memory import machine_bytes, measure
 from .pilot import MTP_KINDS, Pilot, Rules
 from .policy import Gpu, MtpPolicy, Pairing, static_default
-from .target import Target
+from .target import Target, first_of
 
 # %% auto #0
-__all__ = ['ASSETS', 'DEMO', 'DEMO_HEAD', 'AUTO_K', 'log', 'is_demo', 'has_head', 'wanted', 'make', 'Drafters', 'gather',
-           'kernels', 'hint_key', 'make_policy', 'block_size', 'mtp_of', 'probed_width', 'weights_fingerprint',
-           'identity', 'memo_file', 'make_exactness', 'exact_only', 'env_bool', 'make_gate', 'make_pilot']
+__all__ = ['log', 'ASSETS', 'DEMO', 'DEMO_HEAD', 'AUTO_K', 'PADDING', 'LEAST', 'is_demo', 'has_head', 'wanted', 'make',
+           'speaks_otherwise', 'Drafters', 'mtp_of', 'gather', 'without', 'headless', 'within_memory', 'kernels',
+           'hint_key', 'make_policy', 'block_size', 'probed_width', 'weights_fingerprint', 'identity', 'memo_file',
+           'make_exactness', 'exact_only', 'env_bool', 'make_gate', 'make_pilot']
 
 # %% ../nbs/32_pairing.ipynb #96fb3b1c
+log = logging.getLogger('mlxspec')
 ASSETS = Path(__file__).parent / 'assets' if '__file__' in globals() else Path('../mlxspec/assets')
 DEMO, DEMO_HEAD = ASSETS / 'mlxspec-demo', ASSETS / 'mlxspec-demo-mtp'
 AUTO_K = 8 # verify rows of drafters without a width of their own, when nobody says
@@ -55,14 +61,33 @@ def wanted(target: Target, option: str | None) -> list[str]: # kinds or director
     if option is None: return ['lookup', 'head'] if has_head(target) else ['lookup']
     return [n for n in map(str.strip, option.split(',')) if n and n != 'none']
 
-def make(name: str, target: Target, block_size: int | None) -> Drafter:
-    "One drafter by its name."
-    if name != 'head': return build(name, target, block_size)
-    return build(str(DEMO_HEAD) if is_demo(target) else 'qwen3_5_mtp', target, block_size)
+def make(name: str, target: Target, s: Settings) -> Drafter:
+    "One drafter by its name, packed and checked as the options say."
+    if name == 'head': name, kind = str(DEMO_HEAD) if is_demo(target) else 'qwen3_5_mtp', None
+    else: kind = s.draft_kind
+    drafter: Any = build(name, target, s.draft_block_size, kind)
+    try:
+        if s.quantize_drafter: quantize(drafter, s.quantize_drafter)
+    except ValueError as e: raise PairError(f'{drafter.name} cannot be packed to {s.quantize_drafter} bits per weight: {" ".join(str(e).split())}') from e
+    if why := speaks_otherwise(drafter, target):
+        if s.drafter_check: raise PairError(f'{why} (drafter_check = false takes it all the same)')
+        log.warning('%s Its drafts may be of no use.', why)
+    return drafter
 
-# %% ../nbs/32_pairing.ipynb #58d88d5a
-log = logging.getLogger('mlxspec')
+PADDING = 1024 # ids by which vocabularies may differ: models pad theirs
 
+def speaks_otherwise(drafter: Any, target: Target) -> str | None: # a sentence; None: as far as we can see they mean the same by a token id
+    "Whether a drafter has another vocabulary or tokenizer than its target."
+    theirs = getattr(drafter, 'vocab_size', None)
+    if theirs is not None and abs(theirs - target.vocab_size) >= PADDING: return f'{drafter.name} has a vocabulary of {theirs}, {target.name} has {target.vocab_size}.'
+    tokenizer, path = getattr(drafter, 'tokenizer', None), getattr(drafter, 'path', None)
+    if tokenizer is None and path and path != target.path and (file := path / 'tokenizer.json').is_file():
+        same = target.path and (own := target.path / 'tokenizer.json').is_file() and filecmp.cmp(file, own, shallow=False)
+        tokenizer = None if same else load_tokenizer(path)
+    why = tokenizer and tokenizers_differ(target.tokenizer, tokenizer)
+    return f'{drafter.name} has another tokenizer than {target.name}: {why}.' if why else None
+
+# %% ../nbs/32_pairing.ipynb #3d68809b
 @dataclass(frozen=True)
 class Drafters:
     "The drafters of an engine, or why there are none."
@@ -70,22 +95,55 @@ class Drafters:
     reason: str | None = None     # label in stats: why there are none
     sentence: str | None = None   # the same for people
 
+def mtp_of(drafters: tuple[Drafter, ...]) -> Any: # a drafter, or None
+    "The drafter that the policy speaks for."
+    return next((d for d in drafters if d.kind in MTP_KINDS), None)
+
 def gather(target: Target, s: Settings) -> Drafters:
     "Make the drafters that the options ask for. ConfigError or PairError when they must be there and cannot be."
-    strict = s.speculation == 'required' or s.drafter is not None and s.origin('speculation') == 'default'
     names = [] if s.no_spec else wanted(target, s.drafter)
     if not names: return _none(s, 'no_drafter', 'No drafter is configured.')
     if s.draft_block_size == 1: return _none(s, 'k_is_1', 'A block of one row, K = 1, has no room for drafts.')
     if target.rollback is None: return _none(s, 'cache_not_trimmable', f'The cache of {target.name} cannot take rejected rows back.')
-    try: return Drafters(tuple(make(n, target, s.draft_block_size) for n in names))
-    except (ConfigError, PairError) as e:
-        if strict: raise
-        log.warning('serving without speculation: %s', e)
-        return Drafters((), 'pair_error', str(e))
+    try: made = tuple(make(n, target, s) for n in names)
+    except (ConfigError, PairError) as e: return without(s, 'pair_error', e)
+    if missing := headless(target, made): log.warning(missing)
+    return Drafters(made, None, missing)
+
+def without(s: Settings, reason: str, e: Exception) -> Drafters:
+    "Go on without drafters, unless they were asked for by name, or must be there."
+    if s.speculation == 'required' or s.drafter is not None and s.origin('speculation') == 'default': raise e
+    log.warning('serving without speculation: %s', e)
+    return Drafters((), reason, str(e))
+
+def headless(target: Target, made: tuple[Drafter, ...]) -> str | None: # a sentence, or None
+    "Whether a model says that it has a head, and has lost it on its way here."
+    layers = first_of(target.config, 'mtp_num_hidden_layers')
+    if not layers or mtp_of(made) or has_head(target): return None
+    return f'{target.name} was made with a head of {layers} layer{"s" * (layers > 1)}, but its checkpoint has no mtp.* tensors, so it is not used.'
 
 def _none(s: Settings, reason: str, sentence: str) -> Drafters:
     if s.speculation == 'required': raise PairError(f'Speculation is required: {sentence[0].lower()}{sentence[1:]}')
     return Drafters((), reason, sentence)
+
+# %% ../nbs/32_pairing.ipynb #ddea895a
+LEAST = 512 # tokens that must fit when nobody says how many
+
+def within_memory(target: Target, d: Drafters, machine: Device, s: Settings,
+                 ) -> tuple[Drafters, int | None]: # the drafters that stay, most tokens of prompt and answer
+    "Make the pair fit. PairError or ModelError when it must not change and cannot fit."
+    limit = s.memory_limit * 1e9 if s.memory_limit else machine_bytes(machine.memory_bytes)
+    known = [n for n in (s.context_length, target.context_length) if n]
+    want = min(known, default=None)
+    if limit is None: return d, want
+    size = measure(target, d.made, s.draft_block_size or AUTO_K, 1 if s.scheduler_mode == 'serial' else s.max_active_requests)
+    most, least = size.largest(limit), want if want and s.context_length else min([LEAST, *known])
+    if most >= least:
+        if want and most < want: log.warning('%s Longer requests are refused.', size.sentence(limit, want))
+        return d, want and min(want, most)
+    why = size.sentence(limit, least)
+    if not d.made: raise ModelError(why)
+    return within_memory(target, without(s, 'no_memory', PairError(why)), machine, s)
 
 # %% ../nbs/32_pairing.ipynb #babcbb6d
 def kernels(machine: Device) -> str:
@@ -117,10 +175,6 @@ def block_size(head: Any, exactness: Exactness | None) -> int:
     "K of a pairing: the configured cap, or the largest exact width below it."
     cap = head.max_drafts + 1
     return cap if exactness is None or exactness.allow_inexact or exactness.widest < 2 else min(cap, exactness.widest)
-
-def mtp_of(drafters: tuple[Drafter, ...]) -> Any: # a drafter, or None
-    "The drafter that the policy speaks for."
-    return next((d for d in drafters if d.kind in MTP_KINDS), None)
 
 # %% ../nbs/32_pairing.ipynb #fcb3f88a
 def probed_width(drafters: tuple[Drafter, ...], s: Settings) -> int: # 1: no block will ever be run
