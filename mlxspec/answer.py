@@ -19,13 +19,15 @@ from typing import Any
 from .bands import settle
 from .core import Cancelled, Chunk, Drafter, Emitted, EngineError, MlxspecError, RequestStats
 from .exactness import AHEAD, Exactness
+from .gate import Step
 from .pilot import Course, Pilot, plain
 from .rounds import Running, arms, open_running, prefill_step, step
 from .sequence import Sequence
 from .target import Target
 
 # %% auto #0
-__all__ = ['Result', 'Request', 'Plan', 'inside_thought', 'explore', 'taking_part', 'Seat', 'result_of', 'decode_step', 'answer']
+__all__ = ['Result', 'Request', 'Plan', 'inside_thought', 'explore', 'taking_part', 'Seat', 'result_of', 'choose_step', 'follow',
+           'decode_step', 'answer']
 
 # %% ../nbs/31_answer.ipynb #983b08c4
 @dataclass
@@ -160,19 +162,30 @@ def result_of(seq: Sequence, chunks: list[Chunk]) -> Result:
     pieces = [p for c in chunks for p in c.pieces]
     return Result(''.join(t for t, _ in pieces), seq.emitted, pieces, seq.finish or '', seq.stats, seq.stream.stop)
 
-# %% ../nbs/31_answer.ipynb #aae0b53b
-def decode_step(seat: Seat,
-                ahead: bool = True, # a plain step may queue the next one
-               ) -> tuple[str, int]: # lane: 'plain' or 'mtp' (a verify round); its rows
-    "Advance a request by one step of its own."
+# %% ../nbs/31_answer.ipynb #d08edcdb
+def choose_step(seat: Seat,
+                first: dict[str, int] | None = None, # further arms, before the drafters: kind -> verify rows at most
+               ) -> tuple[Step, str]: # what to run; its reason, should it be plain
+    "Ask policy and gate."
     target, run, course = seat.target, seat.run, seat.course
+    if course is None: return plain(seat.alone), seat.alone
     widest = target.ways.max_width(run.cached, seat.plan.k)
-    want = course.choose(arms(run, widest) if widest > 1 else {}, run.cached) if course else plain(seat.alone)
-    why = 'exactness_context' if course and widest == 1 else course.why if course else want.reason
-    result, chunk = step(target, run, want.k, want.arm, why, ahead)
-    if course: course.record(result, [t.id for t in chunk.tokens])
+    ready = arms(run, widest) if widest > 1 else {}
+    want = course.choose((first or {}) | ready if ready else {}, run.cached)
+    return want, 'exactness_context' if widest == 1 else course.why
+
+def follow(seat: Seat, want: Step, why: str,
+           ahead: bool = True, # a plain step may queue the next one
+          ) -> tuple[str, int]: # lane: 'plain' or 'mtp' (a verify round); its rows
+    "Run what was chosen."
+    result, chunk = step(seat.target, seat.run, want.k, want.arm if want.k > 1 else None, why, ahead)
+    if seat.course: seat.course.record(result, [t.id for t in chunk.tokens])
     seat.deliver(chunk)
     return ('plain' if result.kind == 'plain' else 'mtp'), result.k
+
+def decode_step(seat: Seat, ahead: bool = True) -> tuple[str, int]:
+    "Advance a request by one step of its own."
+    return follow(seat, *choose_step(seat), ahead)
 
 def answer(seat: Seat, count: Callable[[int], object] = lambda rows: None) -> Iterator[str]: # count: told the rows of every step
     "All of a request's steps, one after the other; its future has what came of it."

@@ -179,6 +179,8 @@ class Verdict:
     @property
     def arrays(self) -> list[mx.array]: return [self.rows.choice, self.drafts, self.tokens, *([] if self.keep is None else [self.keep]), *self.detail.values()]
 
+def _host(a: mx.array) -> Any: return a.tolist() # integers or booleans
+
 def block_of(seat: Seat, p: Proposal, rows: int, vocab: int) -> tuple[mx.array, mx.array]: # drafts [n], input [rows]
     "Pending token, drafts, padding."
     drafts = mx.array(p.tokens, dtype=mx.int32)
@@ -202,13 +204,13 @@ def judge_all(unit: Unit, proposals: list[Proposal], drafts: list[mx.array], blo
 
 def commit_round(seat: Seat, v: Verdict) -> tuple[int, Callable[[Any, StepResult, str], None]] | None: # rows that stay, what is left to do; None: no numbers
     "Commit accepted drafts and the bonus until one of them ends the text."
-    seq, guesses, says = seat.seq, v.drafts.tolist(), v.tokens.tolist()
-    kept: Accepted = accept(says, guesses) if v.keep is None else walk(v.keep.tolist(), says) # ty: ignore[invalid-argument-type]
+    seq, guesses, says = seat.seq, _host(v.drafts), _host(v.tokens)
+    kept: Accepted = accept(says, guesses) if v.keep is None else walk(_host(v.keep), says)
     if kept.next_token < 0 and guesses:
         seq.stats.reasons['not_finite'] += 1
         return None
     detail, deltas = to_host(v.detail), []
-    for i, (token, origin) in enumerate([*zip(guesses[:kept.n], v.proposal.sources, strict=False), (kept.next_token, 'target')]): # ty: ignore[not-iterable]
+    for i, (token, origin) in enumerate([*zip(guesses[:kept.n], v.proposal.sources, strict=False), (kept.next_token, 'target')]):
         deltas.append(seq.commit(emitted(token, origin, detail, i)))
         if deltas[-1].finish: break
     def rest(features: Any, r: StepResult, why: str) -> None:
@@ -237,7 +239,7 @@ def verify_together(unit: Unit, proposals: list[Proposal], rows: int, # L, of ea
         done = [s.attempt(commit_round, s, v) for s, v in zip(seats, verdicts, strict=True)]
         t2 = time.perf_counter()
         txn.commit([d[0] if d else 0 for d in done])
-    lost = [i for i, v in enumerate(verdicts) if min(v.rows.choice.tolist()) < 0]
+    lost = [i for i, v in enumerate(verdicts) if min(_host(v.rows.choice)) < 0]
     if lost: cache.zero_tails(lost)
     unit.sober = {s for s, d in zip(seats, done, strict=True) if d is None and not s.ended}
     wall = time.perf_counter() - t0

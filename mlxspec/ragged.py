@@ -18,7 +18,7 @@ from .core import MlxspecError
 
 # %% auto #0
 __all__ = ['STEP', 'Places', 'strip', 'shifted', 'put', 'RaggedKV', 'move_in', 'move_out', 'pick', 'side_by_side',
-           'runs_side_by_side', 'stacked', 'some_states', 'each', 'Ragged', 'wipe']
+           'runs_side_by_side', 'stacked', 'some_states', 'each', 'Ragged', 'graft', 'wipe']
 
 # %% ../nbs/06_ragged.ipynb #1e2d23d2
 class Places:
@@ -245,6 +245,16 @@ class Ragged:
         out: list[RaggedKV] = []
         for e in self.entries: each(out.append, lambda s: None, e)
         return out
+
+def graft(cache: list, # of one sequence alone
+          batch: Ragged, seq: int, # that began as a copy of it
+          keep: int) -> None: # rows that a forward has written for it there, counted or not
+    "Add rows that were written in a batch to the cache that was copied into it."
+    def rows(own: Any, kv: RaggedKV) -> None:
+        at = slice(own.offset - kv.base[seq], own.offset - kv.base[seq] + keep)
+        own.update_and_fetch(kv.keys[seq:seq + 1, :, at], kv.values[seq:seq + 1, :, at])
+    def state(own: Any, s: ArraysCache) -> None: own.cache = some_states(s, [seq]).cache
+    for own, entry in zip(cache, batch.entries, strict=True): each(rows, state, own, entry)
 
 def wipe(kv: RaggedKV, chosen: mx.array) -> None: # [B] booleans
     "Zeros behind the ends of the chosen sequences."

@@ -24,7 +24,7 @@ from .target import Target
 
 # %% auto #0
 __all__ = ['CLEAR_EVERY', 'Flight', 'Running', 'open_running', 'tapped', 'promise', 'observe', 'prefill_step', 'detail_of',
-           'emitted', 'to_host', 'launch', 'plain_step', 'chunk_of', 'verify_step', 'settle', 'arms', 'step']
+           'emitted', 'to_host', 'launch', 'plain_step', 'chunk_of', 'verify_step', 'settle', 'arms', 'step', 'fit']
 
 # %% ../nbs/22_rounds.ipynb #ba134ebf
 @dataclass
@@ -236,7 +236,7 @@ def step(target: Target, run: Running,
         result, chunk = plain_step(target, run, ahead and k == 1)
         reason = reason or 'in_flight'
     else:
-        t0, proposal = time.perf_counter(), _fit(target, run, _propose(run, k, offers))
+        t0, proposal = time.perf_counter(), fit(target, run, _propose(run, k, offers))
         draft_s = time.perf_counter() - t0
         if len(proposal): result, chunk = verify_step(target, run, proposal)
         else: (result, chunk), reason = plain_step(target, run, ahead), proposal.reason
@@ -257,7 +257,7 @@ def _width(target: Target, run: Running, k: int, why: str | None) -> tuple[int, 
     k = target.ways.max_width(run.cached, k)
     return k, 'exactness_context' if k == 1 else None
 
-def _fit(target: Target, run: Running, p: Proposal) -> Proposal:
+def fit(target: Target, run: Running, p: Proposal) -> Proposal:
     "A proposal of fewer drafts than asked for is cut to the next exact width."
     n = target.ways.max_width(run.cached, len(p) + 1) - 1 if len(p) else 0
     if n == len(p): return p
