@@ -228,7 +228,7 @@ class Engine:
                    *, name: str = 'model', config: dict | None = None, settings: Settings | None = None, **options) -> Engine:
         "Serve a model that is already loaded. Leave it to the engine afterwards: its thread runs it."
         import mlx.core as mx
-        mx.eval(model.parameters()) # lazy weights could only be evaluated by the thread that made them
+        mx.eval(model) # lazy arrays, also those that are no parameters, could only be evaluated by the thread that made them
         settings = (settings or load_settings()).replace(**options)
         config = config or (vars(model.args) if hasattr(model, 'args') else {})
         make = lambda sched: (sched.submit_foreground(Target, model, tokenizer, config, name).result(), device.detect())

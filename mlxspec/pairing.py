@@ -26,7 +26,6 @@ from .core import ConfigError, Drafter, ModelError, PairError
 from .device import Device, apple_generation
 from .drafters import dflash, draft_model, eagle3, gemma4_assistant, glm4_moe_lite_mtp, inkling_mtp, lookup # noqa: F401  (they register themselves)
 from .drafters.base import build, quantize, tokenizers_differ
-from .drafters.prediction import Prediction
 from .drafters.qwen3_5_mtp import head_tensors
 from .gate import Gate, WindowGate
 from .exactness import Exactness, finish

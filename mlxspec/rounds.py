@@ -18,6 +18,7 @@ from .accept import accept, embeddable, judge, walk
 from .cache import zero_tail
 from .core import Chunk, Emitted, Params, Proposal, Rows, StepResult
 from .drafters.base import Guest
+from .drafters.prediction import invited
 from .law import DraftLaw, Law, Mask, Past
 from .sequence import Delta, Sequence
 from .target import Target
@@ -65,7 +66,7 @@ def open_running(target: Target, seq: Sequence, drafters: Seq = (),
     "Give a sequence its device state and invite its drafters."
     law = law or Law(seq.params, target.vocab_size, seq.prompt_len, seq.eos, mask)
     run = Running(seq, law, target.make_cache(), past=law.past(seq.tokens[:seq.prompt_len], seq.output))
-    run.guests = [Guest(d, seq) for d in drafters]
+    run.guests = [Guest(d, seq) for d in invited(drafters, seq.params)]
     seq.stats.level, seq.stats.warning = promise(target, run)
     if run.hidden: target.tap(*tapped(drafters))
     return run

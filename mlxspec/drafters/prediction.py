@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from .base import register
 
 # %% auto #0
 __all__ = ['TAIL', 'MIN_MATCH', 'MANY', 'FURTHEST', 'NARROW', 'ROUNDS', 'LEAST', 'NAP', 'predicted_ids', 'admit_prediction',
-           'Script', 'PredictionState', 'Prediction']
+           'Script', 'PredictionState', 'Prediction', 'invited']
 
 # %% ../../nbs/13_prediction.ipynb #6d14cab2
 TAIL = 8 # tokens of the prompt that the text is read with
@@ -149,3 +150,9 @@ class Prediction:
             if len(s.seq.tokens) > s.seq.prompt_len: s.judge(came)
 
 register('prediction')(lambda target, path, block_size: Prediction())
+
+def invited(drafters: Sequence, params: Params) -> tuple: # drafters of an engine that take part in a request
+    "The same drafters, and before them what the request itself predicts. Where nobody may draft, a prediction may not either."
+    has = isinstance(params.prediction, tuple) and all(d.kind != Prediction.kind for d in drafters)
+    allowed = params.speculate is True or params.speculate and Prediction.kind in params.speculate
+    return (Prediction(), *drafters) if drafters and has and allowed else tuple(drafters)
