@@ -1,5 +1,6 @@
-"The server: protocol edge cases on a scripted engine, then sockets, signals and a real model. (Told in nbs/41_server.ipynb.)"
+"The server: protocol edge cases on a scripted engine, then sockets, signals and a real model. (Told in nbs/41_*.ipynb and 42_serving.ipynb.)"
 import asyncio
+import contextlib
 import http.client
 import json
 import os
@@ -10,59 +11,26 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from pathlib import Path
-from types import SimpleNamespace
 
 import openai
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from starlette.testclient import TestClient
 
-from mlxspec import server
-from mlxspec.core import Chunk, Emitted, EngineError, RequestError, RequestStats
+from mlxspec import edge, feed, server, serving
+from mlxspec.core import EngineError
+from mlxspec.host import Host
 from mlxspec.policy import STATES, MtpPolicySnapshot
-from mlxspec.scheduler import ModelWorkScheduler
+from mlxspec.stand_in import StandIn
 
 T = 30  # seconds after which a wait counts as a hang
 CHAT = '/v1/chat/completions'
 HELLO = {'messages': [{'role': 'user', 'content': 'hello'}]}
-
-
-class Engine:
-    "Answers from a script: texts, exceptions to raise, events to wait for, functions to call on the owner thread."
-    name, is_demo, drafters, vocab_size, context_length = 'scripted', False, (), 128, 64
-    policy = MtpPolicySnapshot.unavailable('no_mtp_dispatch', False)
-
-    def __init__(self, *script, tail=''):
-        self.script, self.tail, self.seen, self.steps, self.sched = script, tail, [], 0, ModelWorkScheduler()
-        coder = SimpleNamespace(decode=lambda ids: ''.join(map(chr, ids)), encode=lambda t, add_special_tokens: list(t))
-        self.chat = SimpleNamespace(think=('<think>', '</think>'), tool=('<tool_call>', '</tool_call>'), tokenizer=coder,
-                                    encode=self.render)
-
-    def render(self, messages, tools=None, **kwargs):
-        self.seen.append((messages, tools, kwargs))
-        return [ord(c) for c in messages[-1]['content'] + self.tail]
-
-    def snapshot(self): return {'scheduler': self.sched.snapshot(), 'speculation': {'drafters': []}}
-
-    def submit(self, prompt, params, on_chunk):
-        if len(prompt) >= self.context_length: raise RequestError('Too long.', 'messages', 'context_length_exceeded')
-        stats, stop = RequestStats(prompt_tokens=len(prompt)), threading.Event()
-        self.params = params
-
-        def steps():
-            for item in self.script:
-                if isinstance(item, Exception): raise item
-                if isinstance(item, threading.Event):
-                    while not item.wait(.001): yield None
-                elif callable(item): item()
-                else:
-                    self.steps += 1
-                    stats.completion_tokens += 1
-                    on_chunk(Chunk(item, (Emitted(65, 'target', -.1),) if params.logprobs is not None else ()))
-                yield 'plain'
-            on_chunk(Chunk('', finish_reason='stop'))
-        return SimpleNamespace(stats=stats, cancel=stop.set, future=self.sched.submit_stepper(steps(), stop))
 
 
 @pytest.fixture
@@ -70,13 +38,13 @@ def make():
     engines = []
 
     def client(*script, tail='', **host):
-        engines.append(Engine(*script, tail=tail))
-        h = server.Host(engines[-1], **host)
+        engines.append(StandIn(*script, tail=tail))
+        h = Host(engines[-1], **host)
         c = TestClient(server.make_app(h), base_url='http://127.0.0.1', raise_server_exceptions=False)
         c.host, c.engine = h, engines[-1]
         return c
     yield client
-    for e in engines: e.sched.shutdown()
+    for e in engines: e.close()
 
 
 def error(r, status, code, param=None):
@@ -113,12 +81,12 @@ def test_bad_bodies(make, raw, code):
     ({'messages': []}, 400, 'invalid_value', 'messages'), ({'messages': [{'role': 'user', 'content': [{'type': 'image_url'}]}]}, 400,
      'unsupported_parameter', 'messages[0].content[0]'), ({'messages': [{'role': 'user', 'content': 'x' * 64}]}, 400,
      'context_length_exceeded', 'messages'), ({'max_tokens': 0}, 400, 'invalid_value', 'max_tokens'),
-    ({'logit_bias': {'128': 1}}, 400, 'invalid_value', 'logit_bias.128'), ({'n': 2}, 400, 'unsupported_parameter', 'n')])
+    ({'logit_bias': {'128': 1}}, 400, 'invalid_value', 'logit_bias.128'), ({'n': 9}, 400, 'unsupported_parameter', 'n')])
 @pytest.mark.parametrize('stream', [False, True])
 def test_wrong_requests_get_a_status_streamed_or_not(make, more, status, code, param, stream):
     c = make('ok')
     error(c.post(CHAT, json=HELLO | more | {'stream': stream}), status, code, param)
-    assert c.host.taken == 0 and c.engine.steps == 0
+    assert c.host.taken == 0 and c.engine.asked == []
 
 
 @pytest.mark.parametrize(('method', 'path', 'status', 'code'), [
@@ -132,7 +100,7 @@ def test_wrong_routes(make, method, path, status, code):
 
 
 def test_a_body_must_be_declared_small_and_quick(make, monkeypatch):
-    c, big = make('ok'), json.dumps(HELLO | {'x': 'y' * server.MAX_BODY})
+    c, big = make('ok'), json.dumps(HELLO | {'x': 'y' * edge.MAX_BODY})
     as_json = {'content-type': 'application/json'}
     error(c.post(CHAT, content=big, headers=as_json), 413, 'request_too_large')
     error(c.post(CHAT, content=iter([big.encode()]), headers=as_json), 413, 'request_too_large')
@@ -150,11 +118,11 @@ def test_only_our_names_are_answered(make):
 
 def test_ids_that_are_answered(make):
     c = make('ok', served_name='mine')
-    for model in ('default', 'scripted', 'mine', None): assert c.post(CHAT, json=HELLO | {'model': model}).json()['model'] == 'mine'
+    for model in ('default', 'stand-in', 'mine', None): assert c.post(CHAT, json=HELLO | {'model': model}).json()['model'] == 'mine'
     e = error(c.post(CHAT, json=HELLO | {'model': 'x' * 500}), 404, 'model_not_found', 'model')
-    assert 'mine and scripted' in e['message'] and len(e['message']) < 200
+    assert 'mine and stand-in' in e['message'] and len(e['message']) < 200
     listed = c.get('/v1/models').json()
-    assert [m['id'] for m in listed['data']] == ['mine', 'scripted'] and c.get('/v1/models/scripted').json()['object'] == 'model'
+    assert [m['id'] for m in listed['data']] == ['mine', 'stand-in'] and c.get('/v1/models/stand-in').json()['object'] == 'model'
 
 
 def test_stream_and_body_are_the_same_answer(make):
@@ -171,18 +139,21 @@ def test_stream_and_body_are_the_same_answer(make):
         deltas = [x['delta'] for e in got for x in e['choices']]
         message = body['choices'][0]['message']
         for k in ('content', 'reasoning_content'): assert ''.join(d.get(k) or '' for d in deltas) == message[k] != ''
-        calls = lambda cs: [(x['function']['name'], json.loads(x['function']['arguments'])) for x in cs]
-        assert calls(t for d in deltas for t in d.get('tool_calls', [])) == calls(message['tool_calls']) == [('find', {'q': 'café 😀'}), ('open', {})]
+        parts = [t for d in deltas for t in d.get('tool_calls', [])]
+        streamed = [[p for p in parts if p['index'] == i] for i in range(2)]
+        args = [json.loads(''.join(p['function']['arguments'] for p in ps)) for ps in streamed]
+        assert args == [json.loads(x['function']['arguments']) for x in message['tool_calls']] == [{'q': 'café 😀'}, {}]
+        assert [ps[0]['function']['name'] for ps in streamed] == [x['function']['name'] for x in message['tool_calls']] == ['find', 'open']
         assert done and got[-1]['usage'] == body['usage'] and body['choices'][0]['finish_reason'] == 'tool_calls'
         assert body['usage']['completion_tokens_details']['reasoning_tokens'] == len('check the map')
-        assert c.engine.seen[0][1] == tools and c.engine.seen[0] == c.engine.seen[1]
+        assert c.engine.chat.seen[0][1] == tools and c.engine.chat.seen[0] == c.engine.chat.seen[1]
 
 
 def test_calls_are_only_read_when_tools_were_sent(make):
     for more in ({}, {'tools': [{'type': 'function', 'function': {'name': 'f'}}], 'tool_choice': 'none'}):
         c = make('<tool_call>{"name":"f"}</tool_call>')
         assert c.post(CHAT, json=HELLO | more).json()['choices'][0]['message']['content'].startswith('<tool_call>')
-        assert c.engine.seen[0][1] is None
+        assert c.engine.chat.seen[0][1] is None
 
 
 def test_a_template_may_open_the_thought(make):
@@ -194,14 +165,14 @@ def test_parameters_arrive(make):
     c = make('ok')
     c.post(CHAT, json=HELLO | {'speculation': {'disable': True}, 'seed': 5, 'max_completion_tokens': 7, 'logprobs': True, 'top_logprobs': 2,
                                'chat_template_kwargs': {'enable_thinking': False}, 'stop': 'x'})
-    p = c.engine.params
+    p = c.engine.asked[0][1]
     assert (p.speculate, p.seed, p.max_tokens, p.logprobs, p.stop) == (False, 5, 7, 2, ('x',))
-    assert c.engine.seen[0][2] == {'enable_thinking': False}
+    assert c.engine.chat.seen[0][2] == {'enable_thinking': False}
 
 
 def test_logprobs(make):
     for stream in (False, True):
-        r = make('A').post(CHAT, json=HELLO | {'logprobs': True, 'stream': stream})
+        r = make('A').post(CHAT, json=HELLO | {'logprobs': True, 'stream': stream, 'top_logprobs': 0})
         found = r.json()['choices'][0]['logprobs'] if not stream else events(r.text)[0][1]['choices'][0]['logprobs']
         assert found == {'content': [{'token': 'A', 'logprob': -.1, 'bytes': [65], 'top_logprobs': []}], 'refusal': None}
 
@@ -227,20 +198,19 @@ def test_a_fault_of_ours_tells_nothing_but_a_number(make, stream):
 
 
 def test_silence_is_filled_with_comments(make, monkeypatch):
-    monkeypatch.setattr(server, 'GRACE_S', .05)
-    monkeypatch.setattr(server, 'PING_S', .05)
+    monkeypatch.setattr(feed, 'PING_S', .05)
     wait, go = [threading.Event(), threading.Event()], []
     for w in wait: go.append(threading.Timer(.3 * (len(go) + 1), w.set)); go[-1].start()
-    r = make(wait[0], 'a', wait[1], 'b').post(CHAT, json=HELLO | {'stream': True})
+    r = make(wait[0], 'a', wait[1], 'b', grace_s=.05).post(CHAT, json=HELLO | {'stream': True})
     blocks = r.text.split('\n\n')
-    assert blocks.count(': ping') >= 2 and '"role"' in blocks[0] and events(r.text)[1]
+    first = next(i for i, b in enumerate(blocks) if '"role"' in b)  # nothing is claimed before there is a token
+    assert blocks[:first] == [': ping'] * first and first >= 2 and ': ping' in blocks[first:] and events(r.text)[1]
 
 
-def test_an_error_after_the_grace_is_an_event(make, monkeypatch):
-    monkeypatch.setattr(server, 'GRACE_S', .01)
+def test_an_error_after_the_grace_is_an_event(make):
     wait = threading.Event()
     threading.Timer(.2, wait.set).start()
-    r = make(wait, EngineError('The target failed.')).post(CHAT, json=HELLO | {'stream': True})
+    r = make(wait, EngineError('The target failed.'), grace_s=.01).post(CHAT, json=HELLO | {'stream': True})
     got, done = events(r.text)
     assert r.status_code == 200 and not done and got[-1]['error']['message'] == 'The target failed.'
 
@@ -282,7 +252,7 @@ def test_a_client_that_leaves_stops_its_job(make, when, stream):
         if first: await until(lambda: c.host.jobs)
         caller = Caller(app, HELLO | {'stream': stream})
         await until(lambda: len(c.host.jobs) == len(first) + 1)
-        if when == 'after some tokens': await until(lambda: c.engine.steps == 2)
+        if when == 'after some tokens': await until(lambda: [j.stats.completion_tokens for j in c.host.jobs.values()] == [2])
         caller.leave.set()
         await asyncio.wait_for(caller.task, T)
         await until(lambda: c.host.taken == len(first))
@@ -319,7 +289,7 @@ def test_a_full_queue_says_when_to_come_back(make):
 
 
 def test_a_slow_body_is_given_up(make, monkeypatch):
-    monkeypatch.setattr(server, 'BODY_S', .05)
+    monkeypatch.setattr(edge, 'BODY_S', .05)
 
     async def scenario():
         caller = Caller(server.make_app(make('ok').host), HELLO)
@@ -331,7 +301,7 @@ def test_a_slow_body_is_given_up(make, monkeypatch):
 
 @pytest.mark.filterwarnings('ignore::pytest.PytestUnhandledThreadExceptionWarning')
 def test_a_dead_owner_is_told_at_once(make, monkeypatch):
-    def die(): monkeypatch.setattr('mlxspec.scheduler.take', lambda band: 1 / 0)
+    def die(): monkeypatch.setattr('mlxspec.scheduler.take', lambda *_: 1 / 0)
     c = make('a', die, 'b')
     got, done = events(c.post(CHAT, json=HELLO | {'stream': True}).text)
     assert not done and got[-1]['error']['code'] == 'engine_stalled'
@@ -358,30 +328,217 @@ def test_health_says_what_runs(make):
     h = c.get('/health').json()
     assert h['status'] == 'ok' and h['scheduler']['mode'] == 'serial' and h['scheduler']['active_lane'] == 'plain'
     assert h['observability']['mtp_policy']['reason'] == 'no_mtp_dispatch' and 'schema_version' not in h['observability']['mtp_policy']
-    assert 'scripted' not in c.get('/health/live').text + c.get('/health/ready').text
+    assert 'stand-in' not in c.get('/health/live').text + c.get('/health/ready').text
+
+
+# --- several choices, completions, tokens
+
+TEXTS = '/v1/completions'
+
+
+def test_choices_are_asked_with_their_index_and_one_seed(make):
+    c = make()
+    c.engine.write = lambda prompt, p: (f'{p.index}', ' of', f' {chr(prompt[0])}')
+    body = c.post(CHAT, json=HELLO | {'n': 3, 'temperature': 1}).json()
+    ChatCompletion.model_validate(body, strict=True)
+    assert [(x['index'], x['message']['content']) for x in body['choices']] == [(i, f'{i} of h') for i in range(3)]
+    assert body['usage']['prompt_tokens'] == 5 and body['usage']['completion_tokens'] == 9
+    seeds = {p.seed for _, p in c.engine.asked}
+    assert seeds == {body['metrics']['mlxspec']['seed']} and None not in seeds and [p.index for _, p in c.engine.asked] == [0, 1, 2]
+    got, done = events(c.post(CHAT, json=HELLO | {'n': 3, 'stream': True, 'stream_options': {'include_usage': True}}).text)
+    for e in got: ChatCompletionChunk.model_validate(e, strict=True)
+    said = lambda i: [x for e in got for x in e['choices'] if x['index'] == i]
+    for i in range(3):
+        assert ''.join(x['delta'].get('content', '') for x in said(i)) == f'{i} of h'
+        assert [x['finish_reason'] for x in said(i)] == [None] * (len(said(i)) - 1) + ['stop'] and said(i)[0]['delta']['role'] == 'assistant'
+    assert done and got[-1]['usage'] == body['usage'] and c.host.taken == 0
+
+
+@pytest.mark.parametrize('stream', [False, True])
+def test_one_failed_choice_ends_the_answer(make, stream):
+    c = make()
+    c.engine.write = lambda prompt, p: ('a', EngineError('The target failed.')) if p.index else ('a', 'b')
+    r = c.post(CHAT, json=HELLO | {'n': 3, 'stream': stream})
+    if stream:
+        got, done = events(r.text)
+        assert not done and got[-1]['error']['code'] == 'engine_error' and sum('error' in e for e in got) == 1
+    else: error(r, 500, 'engine_error')
+    end = time.monotonic() + T
+    while c.host.taken and time.monotonic() < end: time.sleep(.005)
+    assert c.host.taken == 0 and c.host.jobs == {}
+
+
+def test_several_choices_need_several_places(make):
+    c = make('ok', max_queue=3)
+    for n, status in ((4, 200), (5, 429), (4, 200)): assert c.post(CHAT, json=HELLO | {'n': n}).status_code == status
+    assert c.host.taken == 0
+
+
+def test_prompts_of_completions(make):
+    c = make()
+    c.engine.write = lambda prompt, p: ('<' + ''.join(map(chr, prompt)), f'{p.index}>')
+    r = c.post(TEXTS, json={'prompt': ['ab', [99], 'd'], 'n': 2, 'echo': True})
+    Completion.model_validate(r.json(), strict=True)
+    assert [x['text'] for x in r.json()['choices']] == ['ab<ab0>', 'ab<ab1>', 'c<c0>', 'c<c1>', 'd<d0>', 'd<d1>']
+    assert r.json()['usage']['prompt_tokens'] == 4 and r.json()['id'].startswith('cmpl-')
+    got, done = events(c.post(TEXTS, json={'prompt': 'ab', 'stream': True, 'logprobs': 2}).text)
+    assert done and ''.join(e['choices'][0]['text'] for e in got) == '<ab0>' and all(e['object'] == 'text_completion' for e in got)
+    assert [x for e in got if (lp := e['choices'][0]['logprobs']) for x in lp['text_offset']] == [0, 3]
+    assert c.engine.asked[-1][1].max_tokens == 16
+    error(c.post(TEXTS, json={'prompt': 'x' * 64}), 400, 'context_length_exceeded', 'prompt')
+    error(c.post(TEXTS, json={'prompt': ['x'] * 33}), 400, 'invalid_value', 'prompt')
+    error(c.post(TEXTS, json={'messages': []}), 400, 'invalid_value', 'prompt')
+
+
+def test_tokens_and_back(make):
+    c = make(served_name='mine')
+    assert c.post('/tokenize', json={'prompt': 'hi', 'return_token_strs': True}).json() == {
+        'count': 2, 'max_model_len': 64, 'tokens': [104, 105], 'token_strs': ['h', 'i']}
+    assert c.post('/tokenize', json=HELLO).json()['count'] == 5
+    assert c.post('/detokenize', json={'tokens': [104, 105], 'model': 'mine'}).json() == {'prompt': 'hi'}
+    error(c.post('/detokenize', json={'tokens': [128]}), 400, 'invalid_value', 'tokens[0]')
+    error(c.post('/tokenize', json={'prompt': 'hi', 'model': 'x'}), 404, 'model_not_found', 'model')
+    for m in c.get('/v1/models').json()['data']: Model.model_validate(m, strict=True)
+
+
+def test_a_prediction_arrives_and_fields_without_effect_are_named(make):
+    c = make('ok')
+    r = c.post(CHAT, json=HELLO | {'prediction': {'type': 'content', 'content': [{'type': 'text', 'text': 'o'}, {'type': 'text', 'text': 'k'}]},
+                                   'user': 'me', 'x-y': 1})
+    assert c.engine.asked[0][1].prediction == 'ok' and r.headers['x-mlxspec-ignored'] == 'user, x-y'
+    assert 'x-mlxspec-ignored' not in c.post(CHAT, json=HELLO).headers and r.headers['openai-processing-ms'].isdecimal()
+
+
+def test_a_large_body_does_not_stop_the_loop(make):
+    c = make('ok')
+    r = c.post(CHAT, json=HELLO | {'unknown': list(range(200_000))})
+    assert r.status_code == 200 and r.headers['x-mlxspec-ignored'] == 'unknown'
+
+
+lines = st.lists(st.sampled_from(['a', 'é😀', '<think>', '</think>', '<tool_call>', '{"name": "f", "arguments": {"x": 1', '}}', '</tool_call>', '']) |
+                 st.just(EngineError('The target failed.')), max_size=8)
+
+
+@settings(max_examples=30, derandomize=True, deadline=None)
+@given(lines, st.integers(1, 3), st.booleans())
+def test_every_stream_ends_in_exactly_one_way(script, n, tools):
+    engine = StandIn(*script)
+    c = TestClient(server.make_app(Host(engine)), base_url='http://127.0.0.1', raise_server_exceptions=False)
+    more = {'tools': [{'type': 'function', 'function': {'name': 'f'}}]} if tools else {}
+    r = c.post(CHAT, json=HELLO | more | {'n': n, 'stream': True})
+    fails = any(isinstance(x, Exception) for x in script)
+    if r.status_code == 500: assert fails and r.json()['error']['code'] == 'engine_error'
+    else:
+        got, done = events(r.text)
+        ends = [x['finish_reason'] for e in got for x in e.get('choices', []) if x['finish_reason']]
+        errors = [e for e in got if 'error' in e]
+        assert done is not fails and (len(ends), len(errors)) == ((0, 1) if fails and n == 1 else (len(ends), 1) if fails else (n, 0))
+        assert not errors or got[-1] == errors[0]
+    engine.close()
+
+
+# --- clients that read slowly
+
+async def slow(app, body, read):
+    "A caller whose connection takes nothing more after `read` messages."
+    caller = Caller(app, body)
+    send, blocked = caller.send, asyncio.Event()
+    async def stuck(message):
+        if len(caller.sent) >= read:
+            blocked.set()
+            await asyncio.sleep(T)
+        await send(message)
+    caller.task.cancel()
+    caller.task = asyncio.ensure_future(app(caller.scope, caller.receive, stuck))
+    await asyncio.wait_for(blocked.wait(), T)
+    return caller
+
+
+def test_a_client_that_stops_reading_is_let_go_after_a_while(make, monkeypatch):
+    monkeypatch.setattr(feed, 'SLOW_S', .1)
+    c = make('a', threading.Event())
+    cut = []
+    c.host.hang_up = cut.append
+
+    async def scenario():
+        caller = await slow(server.make_app(c.host), HELLO | {'stream': True}, 1)
+        await asyncio.wait_for(caller.task, T)
+        await until(lambda: c.host.taken == 0)
+    asyncio.run(scenario())
+    assert c.engine.snapshot()['scheduler']['cancelled'] == 1 and len(cut) == 1 and cut[0].startswith('req_')
+
+
+def test_what_waits_for_a_client_is_bounded(make, monkeypatch):
+    monkeypatch.setattr(feed, 'MAX_UNREAD', 10_000)
+    c = make(*['x' * 100] * 1000, threading.Event())
+
+    async def scenario():
+        caller = await slow(server.make_app(c.host), HELLO | {'stream': True, 'max_tokens': 2000}, 2)
+        await until(lambda: c.host.taken == 0)                # cancelled, although nothing has timed out
+        assert c.engine.snapshot()['scheduler']['cancelled'] == 1
+        caller.leave.set()
+        caller.task.cancel()
+    asyncio.run(scenario())
+
+
+@contextlib.contextmanager
+def over_sockets(host):
+    "A real HTTP server for a host, in a thread, and its port."
+    sock = serving.listen('127.0.0.1', 0)
+    s = serving.Server(server.make_app(host), host, 'error')
+    thread = threading.Thread(target=s.run, args=([sock],))
+    thread.start()
+    try: yield s, sock.getsockname()[1]
+    finally:
+        s.handle_exit(signal.SIGTERM, None)
+        thread.join(T)
+        assert not thread.is_alive()
+
+
+def post(body):
+    "The bytes of a request."
+    raw = json.dumps(body).encode()
+    return b'POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n' % (CHAT.encode(), len(raw)) + raw
 
 
 def test_streams_end_with_a_word_when_the_server_stops(make, monkeypatch):
-    monkeypatch.setattr(server, 'DRAIN_S', .2)
+    monkeypatch.setattr(serving, 'DRAIN_S', .2)
     c = make('a', threading.Event())
-    sock = server.listen('127.0.0.1', 0)
-    s = server.Server(server.make_app(c.host), c.host, 'error')
-    thread = threading.Thread(target=s.run, args=([sock],))
-    thread.start()
-    conn = http.client.HTTPConnection('127.0.0.1', sock.getsockname()[1], timeout=T)
-    conn.request('POST', CHAT, json.dumps(HELLO | {'stream': True}), {'content-type': 'application/json'})
-    r = conn.getresponse()
-    r.readline()
-    s.handle_exit(signal.SIGTERM, None)
-    got, done = events('data: {}\n\n' + r.read().decode().partition('\n\n')[2])
-    assert not done and got[-1]['error']['code'] == 'server_shutting_down'
-    thread.join(T)
-    assert not thread.is_alive()
+    with over_sockets(c.host) as (s, port):
+        conn = http.client.HTTPConnection('127.0.0.1', port, timeout=T)
+        conn.request('POST', CHAT, json.dumps(HELLO | {'stream': True}), {'content-type': 'application/json'})
+        r = conn.getresponse()
+        r.readline()
+        s.handle_exit(signal.SIGTERM, None)
+        got, done = events('data: {}\n\n' + r.read().decode().partition('\n\n')[2])
+        assert not done and got[-1]['error']['code'] == 'server_shutting_down'
 
 
-def test_importing_it_loads_no_mlx():
-    code = 'import sys, mlxspec.server; print([m for m in sys.modules if m.split(".")[0] in ("mlx", "mlx_lm", "transformers")])'
-    assert subprocess.run([sys.executable, '-c', code], capture_output=True, text=True).stdout == '[]\n'
+def test_a_connection_that_nobody_reads_is_cut(make, monkeypatch, caplog):
+    monkeypatch.setattr(feed, 'SLOW_S', .3)
+    c = make(*['x' * 100_000] * 200, threading.Event())
+    monkeypatch.setattr(feed, 'MAX_UNREAD', 10**9)            # only time counts here
+    with over_sockets(c.host) as (s, port), socket.socket() as lazy:
+        lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        lazy.connect(('127.0.0.1', port))
+        lazy.sendall(post(HELLO | {'stream': True}))
+        end = time.monotonic() + T
+        while not c.host.jobs and time.monotonic() < end: time.sleep(.005)
+        with socket.create_connection(('127.0.0.1', port), T) as other: # meanwhile others are served
+            other.sendall(b'GET /health/live HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n')
+            assert b'200 OK' in other.makefile('rb').read()
+        while (c.host.taken or s.server_state.connections) and time.monotonic() < end: time.sleep(.005)
+        assert c.host.taken == 0 and not s.server_state.connections
+        lazy.settimeout(T)
+        got = b''
+        with contextlib.suppress(ConnectionError):
+            while part := lazy.recv(1 << 20): got += part
+        assert not got.endswith(b'0\r\n\r\n') and b'[DONE]' not in got # nobody takes this for a whole answer
+        c.engine.script = ('ok',)
+        body = json.loads(urllib.request.urlopen(urllib.request.Request(f'http://127.0.0.1:{port}{CHAT}', json.dumps(HELLO).encode(), {
+            'content-type': 'application/json'}), timeout=T).read())
+        assert body['choices'][0]['message']['content'] == 'ok'
+    assert c.engine.snapshot()['scheduler']['cancelled'] == 1 and not [r for r in caplog.records if r.levelname == 'ERROR']
 
 
 # --- with the real engine, in a process of its own -------------------------------------------------------------------
@@ -420,7 +577,6 @@ def client(served): return openai.OpenAI(base_url=served + '/v1', api_key='none'
 
 
 def get(url):
-    import urllib.request
     with urllib.request.urlopen(url, timeout=T) as r: return json.load(r)
 
 
@@ -508,7 +664,7 @@ def test_signals_end_it_cleanly_and_the_port_is_free(sig, tmp_path):
     port = int(url.rpartition(':')[2])
     assert get(url + '/health/ready') == {'status': 'ok'}
     assert stop(p, sig) == (0, '', '')
-    server.listen('127.0.0.1', port).close()
+    serving.listen('127.0.0.1', port).close()
 
 
 def refused(*args, code):
