@@ -36,8 +36,9 @@ __all__ = ['Result', 'Plan', 'inside_thought', 'lane', 'explore', 'taking_part',
 device.require_mlx() # before anything that imports it: one sentence, not a linker's message
 
 # %% ../nbs/33_engine.ipynb #2ae66df2
+from .drafters.prediction import admit_prediction
 from .exactness import AHEAD, Exactness
-from .pairing import AUTO_K, DEMO, Drafters, exact_only, gather, identity, make_exactness, make_pilot
+from .pairing import AUTO_K, DEMO, Drafters, exact_only, gather, identity, make_exactness, make_pilot, within_memory
 from .rounds import Running, arms, open_running, prefill_step, step
 from .sequence import Sequence
 from .target import Target
@@ -194,10 +195,11 @@ class Engine:
         "Use `Engine.load` or `Engine.from_model`."
         self.settings, self.is_demo, self.name = settings, is_demo, target.name
         self.device, self.chat = machine, ChatFormat(target.tokenizer)
-        self.vocab_size, self.context_length = target.vocab_size, target.context_length
+        self.vocab_size = target.vocab_size
         self._target, self._scheduler = target, scheduler
         self._policy = MtpPolicySnapshot.unavailable('worker_not_ready', None)
-        drafters, ref = gather(target, settings), weakref.ref(self)
+        drafters, self.context_length = within_memory(target, gather(target, settings), machine, settings)
+        ref = weakref.ref(self)
         def publish(snapshot: MtpPolicySnapshot): # a reference would keep the engine alive for ever
             if engine := ref(): engine._policy = snapshot
         exactness = make_exactness(target, drafters.made, machine, settings)
@@ -280,6 +282,7 @@ class Engine:
         "Queue a request; never blocks. `on_chunk` runs on the owner thread."
         params = admit(prompt, params, self.vocab_size, self.context_length)
         tokenizer = self._target.tokenizer
+        params = admit_prediction(params, tokenizer, prompt, self.context_length)
         seq = Sequence(prompt, params, TextStream(tokenizer.detokenizer, params.stop), self._target.eos)
         cancelled = threading.Event()
         work = decode(self._target, seq, self._plan, on_chunk, self._scheduler.record_batch_step)
