@@ -26,7 +26,7 @@ from .sequence import Sequence
 from .target import Target
 
 # %% auto #0
-__all__ = ['Result', 'Request', 'Plan', 'inside_thought', 'explore', 'taking_part', 'Seat', 'result_of', 'choose_step', 'follow',
+__all__ = ['Result', 'Plan', 'Request', 'inside_thought', 'explore', 'taking_part', 'Seat', 'result_of', 'choose_step', 'follow',
            'decode_step', 'answer']
 
 # %% ../nbs/31_answer.ipynb #983b08c4
@@ -51,20 +51,7 @@ class Result:
         body = ''.join(html.escape(t) if o == 'target' else mark.format(o, html.escape(t)) for t, o in self.pieces)
         return f'<div style="white-space:pre-wrap">{body}</div><small>{html.escape(self.summary())}</small>'
 
-# %% ../nbs/31_answer.ipynb #cba3d942
-@dataclass(eq=False)
-class Request:
-    "A request as any thread may hold it."
-    seq: Sequence
-    on_chunk: Callable[[Chunk], object] | None = None # runs on the owner thread, once per step
-    future: Future = field(default_factory=Future)    # of the Result
-    cancelled: threading.Event = field(default_factory=threading.Event)
-
-    @property
-    def gone(self) -> bool:
-        "Whether it was withdrawn."
-        return self.cancelled.is_set() or self.future.cancelled()
-
+# %% ../nbs/31_answer.ipynb #1791e757
 @dataclass(frozen=True)
 class Plan:
     "What an engine decides once, for all requests."
@@ -74,6 +61,20 @@ class Plan:
     pilot: Pilot                      # policy and gate
     think: tuple[int, int] | None = None # token ids that open and close a thought
     exactness: Exactness | None = None # which blocks may run; None: nobody will ask
+
+@dataclass(eq=False)
+class Request:
+    "A request as any thread may hold it."
+    seq: Sequence
+    plan: Plan
+    on_chunk: Callable[[Chunk], object] | None = None # runs on the owner thread, once per step
+    future: Future = field(default_factory=Future)    # of the Result
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def gone(self) -> bool:
+        "Whether it was withdrawn."
+        return self.cancelled.is_set() or self.future.cancelled()
 
 # %% ../nbs/31_answer.ipynb #987f7aff
 def inside_thought(prompt: list[int], think: tuple[int, int] | None) -> bool:
@@ -102,7 +103,6 @@ class Seat:
     "A request while it is served. Only the owner thread touches it."
     request: Request
     target: Target
-    plan: Plan
     run: Any = None                   # Running, once it has begun
     course: Course | None = None      # None: nothing to decide, every step is plain
     chunks: list[Chunk] = field(default_factory=list)
@@ -110,6 +110,8 @@ class Seat:
 
     @property
     def seq(self) -> Sequence: return self.request.seq
+    @property
+    def plan(self) -> Plan: return self.request.plan
     @property
     def alone(self) -> str: # why a request without a course has no drafts
         return (self.plan.drafters.reason or 'no_drafter') if self.seq.params.speculate else 'disabled'

@@ -255,7 +255,7 @@ class Company:
     def way(self, width: int, rows: int) -> str: return self.exact(width, rows) or self.ways[0]
     def widths(self, width: int, k: int) -> tuple[int, ...]: # ascending
         "Rows of drafts per sequence, pending token included, that may run with so many neighbours."
-        free = self.allow_inexact or not self.exact(width, 1)
+        free = self.allow_inexact or (width, 1) in self.trials and not self.exact(width, 1)
         return tuple(r for r in ladder(k) if free or self.exact(width, r))
 
     def warning(self, width: int, rows: int) -> str | None: # None: the text is what it would be alone

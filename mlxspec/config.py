@@ -17,10 +17,10 @@ from typing import Any
 from .core import ConfigError, Params
 
 # %% auto #0
-__all__ = ['log', 'ALL', 'PROBE', 'TRUE', 'FALSE', 'WORDS', 'PARSE', 'TABLE', 'SAMPLING', 'option', 'Row', 'table_of',
-           'parse_bool', 'either', 'accepted', 'parse_path', 'check', 'typed', 'within', 'Settings', 'near_miss', 'row',
-           'override', 'raw_env', 'from_env', 'read_file', 'user_file', 'config_files', 'load_settings',
-           'settings_table', 'options_markdown']
+__all__ = ['log', 'ALL', 'PROBE', 'TRUE', 'FALSE', 'WORDS', 'PARSE', 'MODES', 'SHARED', 'TABLE', 'SAMPLING', 'option', 'Row',
+           'table_of', 'parse_bool', 'either', 'accepted', 'parse_path', 'check', 'typed', 'within', 'Settings',
+           'near_miss', 'row', 'override', 'raw_env', 'from_env', 'read_file', 'user_file', 'config_files',
+           'load_settings', 'settings_table', 'options_markdown']
 
 # %% ../nbs/01_config.ipynb #be1657b8
 log = logging.getLogger('mlxspec')
@@ -124,6 +124,9 @@ def within(v: Any, lo: float | None, hi: float | None) -> bool: # False for NaN
     return (lo is None or v >= lo) and (hi is None or v <= hi)
 
 # %% ../nbs/01_config.ipynb #60629382
+MODES = 'serial', 'cooperative', 'ar_batch', 'mtp_batch', 'mtp_cohort_experimental', 'hyper' # see `mlxspec.lanes`
+SHARED = MODES[1:5] # several requests may be active
+
 @dataclass(frozen=True)
 class Settings:
     "Every option with its value, and where each came from."
@@ -141,7 +144,8 @@ class Settings:
     host: str = option('127.0.0.1', 'address to listen on', ('serve',))
     port: int = option(8080, 'port to listen on; 0 takes a free one', ('serve',), lo=0, hi=65535)
     served_model_name: str | None = option(None, 'one more model id that clients may send', ('serve',))
-    max_active_requests: int = option(1, 'requests active at the same time; in serial mode they queue', ('serve',), lo=1)
+    max_active_requests: int | None = option(None, 'requests active at the same time (8 in the modes that share; in serial and hyper one is, and the others queue)',
+                                             ('serve',), lo=1)
     max_queue: int = option(32, 'requests that may wait behind the active ones; more are refused with 429', ('serve',), lo=0)
     queue_timeout_s: float = option(120.0, 'longest wait of a request in the queue, seconds; then 503', ('serve',), lo=0.001)
     stream_grace_s: float = option(5.0, 'seconds that a stream waits for its first token; then it begins, and faults are events', ('serve',), lo=0)
@@ -156,14 +160,14 @@ class Settings:
     shutdown_flush_s: float = option(5.0, 'seconds for what waits to be kept when the engine closes', (), lo=0)
     prefix_cache_bytes: int = option(1 << 30, 'memory for the state of earlier prompts; 0: none is kept', ('serve',), lo=0)
     prefix_disk_bytes: int = option(0, 'disk space for the same, below cache_dir/prefix; 0: none', ('serve',), lo=0)
-    scheduler_mode: str = option('serial', 'how requests share the target', ('serve',), choices=('serial',))
+    scheduler_mode: str = option('serial', 'how requests share the target', ('serve',), choices=MODES)
     max_tokens: int = option(512, 'most tokens of an answer', lo=1)
     temperature: float = option(0.0, 'randomness of the draw; 0 is greedy', lo=0, hi=2)
     top_p: float = option(1.0, 'nucleus mass kept; 1 keeps all', lo=0, hi=1)
     top_k: int = option(0, 'most likely tokens kept; 0 keeps all', lo=0)
     min_p: float = option(0.0, 'least probability kept, relative to the most likely token', lo=0, hi=1)
     accept_law: str = option('coupled', 'how drafts are accepted above temperature 0', choices=('coupled', 'rejection'))
-    prefill_chunk_tokens: int = option(2048, 'prompt tokens read per forward', lo=1)
+    prefill_chunk_tokens: int = option(512, 'prompt tokens read per forward; between two of them, requests that are running get their turn', lo=1)
     mtp_adaptive: bool = option(True, 'measure whether the multi-token head pays on this machine', ('serve',))
     enable_mtp_b1: bool | None = option(None, 'pin the multi-token head on or off instead of measuring', ('serve',))
     mtp_gate: str = option('auto', 'what picks the next step: the budget or the window gate, always speculate, never',
@@ -188,6 +192,9 @@ class Settings:
 
     def origin(self, name: str) -> str: return self.origins.get(name, 'default')
     def replace(self, **options) -> Settings: return override(self, options)
+    @property
+    def places(self) -> int: # requests that may be active
+        return self.max_active_requests or 8 if self.scheduler_mode in SHARED else 1
     def params(self, **said) -> Params: return Params(**{n: getattr(self, n) for n in SAMPLING} | said)
 
 TABLE = table_of(Settings)

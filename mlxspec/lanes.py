@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any, Protocol
 
 from .admission import Admission
@@ -18,13 +19,14 @@ from .answer import Plan, Request, Seat, decode_step
 from .bands import Stepper, settle
 from .batch import Unit, unit_step
 from .company import Abilities, Company
+from .config import MODES, SHARED
 from .core import Cancelled, ConfigError
-from .hyper import branch_step
+from .hyper import MOST, branch_step
 from .target import Target
 
 # %% auto #0
-__all__ = ['Count', 'COHORT_WAIT_S', 'MODES', 'SHARED', 'BATCHES', 'DRAFTING', 'ACTIVE', 'Mode', 'Serial', 'Cooperative',
-           'Batched', 'Cohorts', 'Hyper', 'check_mode', 'make_mode', 'Floor']
+__all__ = ['Count', 'COHORT_WAIT_S', 'BATCHES', 'DRAFTING', 'Mode', 'Serial', 'Cooperative', 'Batched', 'Cohorts', 'Hyper',
+           'check_mode', 'make_mode', 'Floor']
 
 # %% ../nbs/31_lanes.ipynb #11b85d1d
 class Mode(Protocol):
@@ -178,9 +180,18 @@ class Cohorts(Batched):
 # %% ../nbs/31_lanes.ipynb #e46a82de
 class Hyper(Serial):
     "One request, several continuations side by side."
-    def __init__(self, company: Company, count: Count):
+    def __init__(self, company: Company, k: int, count: Count):
         super().__init__(count)
-        self.company = company
+        self.company, self.k = company, k
+
+    def admit(self, seat: Seat) -> None:
+        super().admit(seat)
+        self.opening[seat] = chain(seat.opening(), self._learn(seat))
+
+    def _learn(self, seat: Seat) -> Iterator[str]:
+        "Try the shapes of so many branches, once per machine."
+        for m in range(2, MOST + 1) if seat.run.guests else ():
+            for _ in self.company.learn(m, self.k): yield 'probe'
 
     def decode(self, seat: Seat) -> str:
         done = seat.attempt(branch_step, seat, self.company)
@@ -189,11 +200,8 @@ class Hyper(Serial):
         return done[0]
 
 # %% ../nbs/31_lanes.ipynb #15601757
-MODES = 'serial', 'cooperative', 'ar_batch', 'mtp_batch', 'mtp_cohort_experimental', 'hyper'
-SHARED = MODES[1:5]                     # several requests may be active
 BATCHES = 'ar_batch', 'mtp_batch', 'mtp_cohort_experimental', 'hyper' # forwards over several sequences
 DRAFTING = BATCHES[1:]                  # and rows that may have to be taken back
-ACTIVE = 8                              # requests that share, when nobody says
 
 def check_mode(mode: str, name: str, # of the target
                drafters: Any, # Drafters of `mlxspec.pairing`
@@ -212,15 +220,15 @@ def make_mode(mode: str, target: Target, plan: Plan, company: Company | None, # 
     if mode == 'serial': return Serial(count)
     if mode == 'cooperative': return Cooperative(count)
     assert company is not None
-    if mode == 'hyper': return Hyper(company, count)
+    if mode == 'hyper': return Hyper(company, plan.k, count)
     kind = Cohorts if mode == 'mtp_cohort_experimental' else Batched
     return kind(target, company, plan, 1 if mode == 'ar_batch' else plan.k, widest, count)
 
 # %% ../nbs/31_lanes.ipynb #627c433c
 class Floor:
     "Requests under way and in line. `enter` and `fail_all` may come from any thread; the rest is the owner's."
-    def __init__(self, target: Target, plan: Plan, mode: Mode, room: Admission):
-        self.target, self.plan, self.mode, self.room = target, plan, mode, room
+    def __init__(self, target: Target, mode: Mode, room: Admission):
+        self.target, self.mode, self.room = target, mode, room
         self.seats: dict[Request, Seat] = {}
         self.ended: Counter[str] = Counter()
         self._lock, self._called = threading.Lock(), False # a stepper is on its way and has not looked yet
@@ -249,7 +257,7 @@ class Floor:
             if request.gone: seat.fail(Cancelled('The request was cancelled.'))
         self._sweep()
         for request in self.room.take():
-            self.seats[request] = seat = Seat(request, self.target, self.plan)
+            self.seats[request] = seat = Seat(request, self.target)
             self.mode.admit(seat)
         return bool(self.seats)
 

@@ -85,7 +85,7 @@ def test_usual_files(tmp_path, monkeypatch):
     ('port', 'is not valid TOML'), ('port = [1]', 'must be a whole number'), ('port = 1.5', 'must be a whole number'),
     ('port = true', 'must be a whole number'), ('no_spec = 1', 'must be true or false'), ('prot = 1', 'Did you mean port'),
     ('[port]\nx = 1', 'must be a whole number'), ('[serve]\nport = 1', "Unknown option 'serve'"), ('temperature = nan', 'between 0 and 2'),
-    ('scheduler_mode = "hyper"', 'scheduler_mode in .* must be serial, not'), ('config = "x"', 'set MLXSPEC_CONFIG instead'),
+    ('scheduler_mode = "hyperr"', 'scheduler_mode in .* must be serial, cooperative, ar_batch, mtp_batch, mtp_cohort_experimental or hyper, not'), ('config = "x"', 'set MLXSPEC_CONFIG instead'),
     ('blas = "off"', 'set MLXSPEC_BLAS instead'), ('model = ""', 'must be non-empty text')])
 def test_a_wrong_file_is_one_sentence(text, sentence, tmp_path):
     f = tmp_path/'c.toml'
@@ -122,7 +122,7 @@ def test_no_option_is_dead():
     "Some other module reads each of them; the sampling defaults go together."
     used = {name for p, s in modules().items() if p.name != 'config.py' for name in reads(ast.parse(s))} | {'config'}
     if 'params' in used: used |= set(SAMPLING)
-    used |= {'max_active_requests'}        # accepted in every mode; in serial, the only one so far, the others queue whatever it says
+    if 'places' in used: used |= {'max_active_requests'}
     assert sorted(set(TABLE) - used) == []
 
 
