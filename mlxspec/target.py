@@ -251,9 +251,11 @@ class Target:
 
     def _probe(self) -> int:
         "One forward of one token: the model runs, and its logits say how large the vocabulary is."
-        try: logits = self.forward(mx.zeros((1, 1), dtype=mx.int32), self.make_cache()).logits
-        except (ValueError, TypeError, AttributeError) as e: raise ModelError(f'{self.name} does not run as a language model: {_one_line(e)}') from e
-        mx.eval(logits)
+        try:
+            logits = self.forward(mx.zeros((1, 1), dtype=mx.int32), self.make_cache()).logits
+            mx.eval(logits)
+        except (ValueError, TypeError, AttributeError, RuntimeError) as e: # RuntimeError: the device cannot compute it
+            raise ModelError(f'{self.name} does not run as a language model: {_one_line(e)}') from e
         return logits.shape[-1]
 
     def make_cache(self) -> list:

@@ -138,3 +138,18 @@ def test_verdicts_that_nobody_may_read(monkeypatch):
     monkeypatch.setattr(policy_cli, 'all_hints', forbidden)
     for ask in (policy_cli.show, policy_cli.export):
         with pytest.raises(ConfigError, match='Cannot read .*: Permission denied'): ask(Path('x'))
+
+
+LLAMA3 = dict(rope_type='llama3', factor=8., low_freq_factor=1., high_freq_factor=4., original_max_position_embeddings=64)
+
+
+@pytest.mark.parametrize('kind, more', [('gemma4', {}), ('llama', dict(rope_scaling=LLAMA3))])
+def test_a_model_with_lazy_arrays_that_are_no_parameters_may_change_threads(kind, more, tmp_path):
+    with Engine.from_model(tiny_model(kind, **more), byte_tokenizer(), cache_dir=tmp_path) as e:
+        assert e.generate([65, 66], max_tokens=3, ignore_eos=True).stats.completion_tokens == 3
+
+
+def test_what_the_device_cannot_compute_is_no_model_for_it(monkeypatch):
+    def forward(*_, **__): raise RuntimeError('[GatherMM::eval] Currently only supports float32.')
+    monkeypatch.setattr(Target, 'forward', forward)
+    with pytest.raises(ModelError, match='^odd does not run as a language model: .*only supports float32.$'): Target(tiny_model('llama'), byte_tokenizer(), {}, 'odd')
