@@ -220,6 +220,8 @@ class RequestStats:
     "Running account of one request."
     prompt_tokens: int = 0
     completion_tokens: int = 0        # tokens delivered
+    cached_tokens: int = 0            # of the prompt, whose state was there from an earlier one
+    prefix: str | None = None         # 'hit', or why no earlier state was used; None: nobody looked
     plain_steps: int = 0              # steps without drafts
     per_step_drafted: list[int] = field(default_factory=list)  # one entry per verify round
     per_step_accepted: list[int] = field(default_factory=list)
