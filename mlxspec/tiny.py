@@ -176,7 +176,7 @@ def save_tiny_glm(path: Path, # directory to fill
     path.mkdir(parents=True, exist_ok=True)
     files = {f'model-0000{i + 1}-of-00002.safetensors': w for i, w in enumerate(shards)}
     for f, w in files.items(): mx.save_safetensors(str(path / f), w, metadata={'format': 'pt'})
-    (path / 'model.safetensors.index.json').write_text(json.dumps(dict(weight_map={k: f for f, w in files.items() for k in w})))
+    (path / 'model.safetensors.index.json').write_text(json.dumps(dict(metadata={}, weight_map={k: f for f, w in files.items() for k in w})))
     (path / 'config.json').write_text(json.dumps(config))
     byte_tokenizer().save_pretrained(path)
     return path

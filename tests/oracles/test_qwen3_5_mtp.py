@@ -19,19 +19,23 @@ def theirs(path, model):
     "mlx-vlm's drafter with the same weights, bound to the same target."
     vlm = pytest.importorskip('mlx_vlm.speculative.drafters.qwen3_5_mtp')
     raw = json.loads((path / 'config.json').read_text())
-    raw['text_config']['rope_parameters']['mrope_section'] = [1, 1, 0] # it insists; text positions are the same in all sections
+    text = raw['text_config']
+    flat = {k: text[k] for k in ('rope_theta', 'partial_rotary_factor') if k in text} # of Qwen3-Next
+    rope = text.setdefault('rope_parameters', dict(type='default') | flat)
+    rope['mrope_section'] = [1, 1, 0] # it insists; text positions are the same in all sections
     config = vlm.ModelConfig.from_dict(raw)
     net = vlm.Model(config)
     net.load_weights(list(net.sanitize(mx.load(str(path / 'model.safetensors'))).items()))
     return net.bind(model)
 
 
-@pytest.mark.parametrize('raw', (False, True), ids=('plain', 'raw'))
-@pytest.mark.parametrize('k', (2, 3, 5))
-def test_drafts_agree_in_every_round(tmp_path, k, raw):
+@pytest.mark.parametrize('kind, raw, k', [
+    *(('qwen3_5', raw, k) for raw in (False, True) for k in (2, 3, 5)),
+    ('qwen3_5_moe', False, 3), ('qwen3_5_moe', True, 4), ('qwen3_next', True, 3)]) # raw experts: fused, and one by one
+def test_drafts_agree_in_every_round(tmp_path, kind, raw, k):
     mx.disable_compile()
-    target = Target.load(save_tiny(tmp_path / 'target', 'qwen3_5'))
-    path = save_tiny_mtp(tmp_path / 'head', raw=raw)
+    target = Target.load(save_tiny(tmp_path / 'target', kind))
+    path = save_tiny_mtp(tmp_path / 'head', raw=raw, kind=kind)
     ours, vlm = build_qwen3_5_mtp(target, path, k), theirs(path, target.model)
     target.tap()
     cache, tokens, hidden = target.make_cache(), list(PROMPT), []
