@@ -19,7 +19,11 @@ import numpy as np
 from mlxspec.cache import leaves, written
 from mlxspec.core import Params, Proposal
 from mlxspec.drafters import scripted as sc
+from mlxspec.drafters.dflash import build_dflash
+from mlxspec.drafters.draft_model import DraftModel
+from mlxspec.drafters.eagle3 import build_eagle3
 from mlxspec.drafters.lookup import Lookup
+from mlxspec.drafters.prediction import Prediction, PredictionState, Script
 from mlxspec.drafters.qwen3_5_mtp import build_qwen3_5_mtp
 from mlxspec.engine import DEMO
 from mlxspec.rounds import Running, open_running, prefill_step, step
@@ -27,6 +31,7 @@ from mlxspec.sequence import Sequence
 from mlxspec.target import Target
 from mlxspec.text import TextStream
 from mlxspec.tiny import byte_tokenizer, save_tiny_mtp, tiny_model
+from mlxspec.tiny_drafters import save_tiny_dflash, save_tiny_eagle3
 
 N = 24 # tokens per run
 EOS = 258 # of the byte tokenizer
@@ -76,6 +81,40 @@ def mtp(t: Target):
     return head
 
 
+@cache
+def head(family: str, t: Target):
+    "A random eagle3 or dflash head for a target."
+    save, build = dict(eagle3=(save_tiny_eagle3, build_eagle3), dflash=(save_tiny_dflash, build_dflash))[family]
+    width = t.embed(mx.array([[0]])).shape[-1]
+    return build(t, save(Path(_heads.name)/f'{family}-{width}', hidden_size=width, vocab_size=t.vocab_size), None)
+
+
+@cache
+def small(t: Target):
+    "A draft model: the target itself in half precision, or for the demo target something random."
+    model = tiny_model('llama' if t.name == DEMO.name else t.name, mx.float16, vocab_size=t.vocab_size)
+    return DraftModel(Target(model, t.tokenizer, {}, 'small'), t, 8)
+
+
+class Predicted(Prediction):
+    "A prediction that is right but for every seventh token, and for one that is missing."
+    def __init__(self, answer): self.ids = tuple(t + (i % 7 == 6) for i, t in enumerate(answer) if i != 9)
+    def open(self, seq): return PredictionState(seq, Script.of(self.ids))
+
+
+class Helped:
+    "A drafter whose first drafts are corrected, now more of them, now fewer, so that it sees rounds that end anywhere."
+    def __init__(self, drafter, answer): self.drafter, self.answer, self.turn = drafter, answer, 0
+    def __getattr__(self, name): return getattr(self.drafter, name)
+
+    def propose(self, states, ks, laws):
+        (p,) = self.drafter.propose(states, ks, laws)
+        self.turn += 1
+        seq, drafts = states[0].seq, p.tokens if isinstance(p.tokens, list) else p.tokens.tolist()
+        right = self.answer[len(seq.tokens) - seq.prompt_len:][:self.turn % (len(drafts) + 1)]
+        return [Proposal(right + drafts[len(right):], p.sources, None, reason=p.reason)]
+
+
 SCRIPTS: dict[str, Callable[[Target], sc.Script]] = dict(
     oracle=lambda t: sc.oracle, silent=lambda t: sc.silent, silent_every=lambda t: sc.silent_every(2), half=lambda t: sc.half(.5),
     decay=lambda t: sc.decay(.8), oov=lambda t: sc.oov(t.vocab_size), eos_liar=lambda t: sc.eos_liar(1, min(t.tokenizer.eos_token_ids)),
@@ -85,7 +124,8 @@ SCRIPTS: dict[str, Callable[[Target], sc.Script]] = dict(
 def drafter(name: str, t: Target, answer: list[int]): # answer: what plain decoding said
     "A drafter by its name on the axis."
     if name in SCRIPTS: return sc.Scripted(answer, SCRIPTS[name](t))
-    return dict(lookup=Lookup, self=lambda: Self(t), mtp=lambda: mtp(t))[name]()
+    if name in ('eagle3', 'dflash'): return head(name, t)
+    return dict(lookup=Lookup, self=lambda: Self(t), mtp=lambda: mtp(t), draft_model=lambda: small(t), prediction=lambda: Predicted(answer))[name]()
 
 
 # ---- requests
@@ -108,7 +148,7 @@ PACES: dict[str, Callable[[int, int], int]] = dict(   # (K, number of the step) 
     steady=lambda k, i: k, switching=lambda k, i: k if i // 5 % 2 == 0 else 1)
 
 AXES: dict[str, tuple] = dict(
-    kind=('llama', 'qwen3', 'gemma2', 'gemma3', 'qwen3_5', 'lfm2', 'demo'), dtype=('float32', 'bfloat16'), drafter=(*SCRIPTS, 'lookup', 'mtp', 'self'),
+    kind=('llama', 'qwen3', 'gemma2', 'gemma3', 'qwen3_5', 'lfm2', 'demo'), dtype=('float32', 'bfloat16'), drafter=(*SCRIPTS, 'lookup', 'prediction', 'draft_model', 'mtp', 'eagle3', 'dflash', 'self'),
     k=tuple(range(1, 9)), temperature=(0., .3, 1., 1.7), shape=tuple(SHAPES), pace=tuple(PACES), prompt=tuple(range(len(PROMPTS))))
 
 

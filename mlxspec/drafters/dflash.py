@@ -124,7 +124,7 @@ class DFlashState:
     def fork(self, seq: SequenceView) -> DFlashState:
         "An independent copy."
         new = DFlashState(seq, [KVCache() for _ in self.cache])
-        new.restore(self.save(), 2**63)
+        new.restore(self.save(), 2**30)
         return new
 
     def save(self) -> Any: return [c.keys_and_values() if c.offset else None for c in self.cache], list(self.states)
