@@ -226,19 +226,32 @@ def make_mode(mode: str, target: Target, plan: Plan, company: Company | None, # 
 
 # %% ../nbs/31_lanes.ipynb #627c433c
 class Floor:
-    "Requests under way and in line. `enter` and `fail_all` may come from any thread; the rest is the owner's."
+    "Requests under way and in line. `enter`, `cancel` and `close` may come from any thread; the rest is the owner's."
     def __init__(self, target: Target, mode: Mode, room: Admission):
         self.target, self.mode, self.room = target, mode, room
         self.seats: dict[Request, Seat] = {}
         self.ended: Counter[str] = Counter()
-        self._lock, self._called = threading.Lock(), False # a stepper is on its way and has not looked yet
+        self._lock = threading.Lock()
+        self._over: BaseException | None = None
+        self._called = False # a stepper is on its way and has not looked yet
 
     def enter(self, request: Request) -> bool: # whether a stepper has to be started
-        "Stand in line. RequestError when there is no place."
+        "Stand in line. RequestError when there is no place, or what `close` was told."
         with self._lock:
+            if self._over: raise self._over
             self.room.enter(request)
             called, self._called = self._called, True
             return not called
+
+    def cancel(self, request: Request) -> None:
+        "Withdraw a request: at once from the line, within one step otherwise. Any thread."
+        request.cancelled.set()
+        if self.room.withdraw(request): self._count(request, Cancelled('The request was cancelled.'))
+
+    def _count(self, request: Request, e: BaseException) -> None:
+        kind = 'cancelled' if isinstance(e, Cancelled) else 'failed'
+        with self._lock: self.ended[kind] += 1
+        settle(request.future, kind, e)
 
     def serve(self) -> Stepper: # yields the lane of every step
         "Serve until nobody is left."
@@ -268,15 +281,15 @@ class Floor:
             del self.seats[request]
             self.mode.drop(seat)
             self.room.leave(request)
-            self.ended[seat.ended] += 1
-        for request, e in self.room.sweep():
-            kind = 'cancelled' if isinstance(e, Cancelled) else 'failed'
-            self.ended[kind] += 1
-            settle(request.future, kind, e)
+            with self._lock: self.ended[seat.ended] += 1
+        for request, e in self.room.sweep(): self._count(request, e)
 
-    def close(self, e: BaseException) -> None:
-        "Nobody will serve any more: wake everybody. Any thread."
-        for request in [*self.seats, *(r for r, _ in self.room.close())]: settle(request.future, 'failed', e)
+    def close(self, e: BaseException, # what those are told who are here
+              then: BaseException, # and those who come later
+             ) -> None:
+        "Nobody will serve any more. Any thread."
+        with self._lock: self._over = then
+        for request in [*self.seats, *(r for r, _ in self.room.close())]: self._count(request, e)
 
     def snapshot(self) -> dict: # for `/health`, over the scheduler's
         "Requests, not steppers, are what people want to see counted."

@@ -102,6 +102,7 @@ def gather(target: Target, s: Settings) -> Drafters:
     "Make the drafters that the options ask for. ConfigError or PairError when they must be there and cannot be."
     names = [] if s.no_spec else wanted(target, s.drafter)
     if not names: return _none(s, 'no_drafter', 'No drafter is configured.')
+    if s.scheduler_mode == 'ar_batch': return _none(s, 'scheduler_mode', 'Mode ar_batch decodes plainly.')
     if s.draft_block_size == 1: return _none(s, 'k_is_1', 'A block of one row, K = 1, has no room for drafts.')
     if target.rollback is None: return _none(s, 'cache_not_trimmable', f'The cache of {target.name} cannot take rejected rows back.')
     try: made = tuple(make(n, target, s) for n in names)
@@ -135,7 +136,7 @@ def within_memory(target: Target, d: Drafters, machine: Device, s: Settings,
     known = [n for n in (s.context_length, target.context_length) if n]
     want = min(known, default=None)
     if limit is None: return d, want
-    size = measure(target, d.made, s.draft_block_size or AUTO_K, 1 if s.scheduler_mode == 'serial' else s.max_active_requests)
+    size = measure(target, d.made, s.draft_block_size or AUTO_K, s.places)
     most, least = size.largest(limit), want if want and s.context_length else min([LEAST, *known])
     if most >= least:
         if want and most < want: log.warning('%s Longer requests are refused.', size.sentence(limit, want))
@@ -197,9 +198,11 @@ def identity(target: Target, drafters: tuple[Drafter, ...] = ()) -> str: # 16 he
     weights = fingerprint(target.path) if target.path else weights_fingerprint(target.model)
     return ' '.join([weights, *(fingerprint(p) for d in drafters if (p := getattr(d, 'path', None)))])
 
-def memo_file(target: Target, machine: Device, k: int, s: Settings) -> MemoFile:
+def memo_file(target: Target, machine: Device, k: int, s: Settings,
+              what: str = 'probe', # of single requests; 'company': of batches
+             ) -> MemoFile:
     "Where the probe's trials are kept."
-    key = HintKey(identity(target), '', machine.hardware, k, version('mlx'), version('mlx-lm'), kernels(machine), f'probe-{s.exactness}')
+    key = HintKey(identity(target), '', machine.hardware, k, version('mlx'), version('mlx-lm'), kernels(machine), f'{what}-{s.exactness}')
     return MemoFile(hint_dir(s.cache_dir, 'exactness'), key)
 
 def make_exactness(target: Target, drafters: tuple[Drafter, ...], machine: Device, s: Settings) -> Exactness | None:

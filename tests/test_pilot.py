@@ -219,7 +219,8 @@ def decoding():
     "A function that decodes with a pilot, and the plain answer."
     from mlxspec.drafters import scripted as sc
     from mlxspec.drafters.lookup import Lookup
-    from mlxspec.engine import Plan, decode
+    from mlxspec.answer import Plan, Request, Seat
+    from mlxspec.answer import answer as steps_of
     from mlxspec.pairing import Drafters
     from mlxspec.sequence import Sequence
     from mlxspec.target import Target
@@ -231,10 +232,9 @@ def decoding():
         made = [sc.Scripted(answer, s, kind=f'scripted{i}') for i, s in enumerate(scripts)] or [Lookup()]
         p = Params(**dict(max_tokens=60, ignore_eos=True, seed=3) | params)
         seq = Sequence(target.tokenizer.encode('ab cd ef ab cd ef'), p, TextStream(target.tokenizer.detokenizer), frozenset())
-        work = decode(target, seq, Plan(5, 64, Drafters(tuple(made)), pilot, think), None, lambda n: None)
-        while True:
-            try: next(work)
-            except StopIteration as e: return e.value
+        request = Request(seq, Plan(5, 64, Drafters(tuple(made)), pilot, think))
+        for _ in steps_of(Seat(request, target)): pass
+        return request.future.result()
 
     answer = []
     answer += [t.id for t in run(Pilot(MtpPolicy(None), None, Rules(gate_off=True))).tokens]
@@ -269,6 +269,26 @@ def test_the_gate_changes_no_token(decoding, gate, temperature):
         assert sum(s.arms.values()) == s.rounds + s.plain_steps and s.arms['plain'] == s.plain_steps and s.rounds
         assert set(s.arms) <= {'plain', 'scripted0', 'scripted1'}
         if gate == 'every_five': assert s.plain_steps > 4 and s.reasons['parked']
+
+
+def test_the_gate_changes_no_token_of_the_demo_pair(tmp_path):
+    "Trained weights, head and lookup; a text that copies."
+    from dataclasses import replace
+
+    from mlxspec.engine import Engine
+    with Engine.load(enable_mtp_b1=True, cache_dir=tmp_path, draft_block_size=4) as engine:
+        plan = engine._plan
+        p = engine.encode([dict(role='user', content='Change the color to green in this JSON: {"name": "Anna", "color": "white", "score": 9}')])
+        def run(gate, temperature, **rules):
+            engine._plan = replace(plan, pilot=Pilot(plan.pilot.policy, gate, replace(plan.pilot.rules, **rules)))
+            return engine.generate(p, max_tokens=40, ignore_eos=True, temperature=temperature, seed=2)
+        for temperature in (0., 1.):
+            want = run(None, temperature, gate_off=True)
+            assert want.stats.reasons == dict(gate_off=40)
+            for name, gate in GATES.items():
+                r = run(gate(), temperature)
+                assert ([t.id for t in r.tokens], r.text) == ([t.id for t in want.tokens], want.text), (name, temperature)
+                assert r.stats.level == 'identical' and r.stats.rounds, name
 
 
 def test_why_a_step_had_no_drafts(decoding):
