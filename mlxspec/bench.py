@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .core import MlxspecError
 
 # %% auto #0
-__all__ = ['Arm', 'timed', 'interleaved', 'Ratio', 'speed', 'mlx_lm_arm', 'engine_arm', 'compare']
+__all__ = ['Arm', 'timed', 'interleaved', 'Ratio', 'speed', 'mlx_lm_arm', 'engine_arm', 'compare', 'over_chain', 'decoding']
 
 # %% ../nbs/50_bench.ipynb #308b84c3
 Arm = Callable[[], list[int]] # generates, returns the token ids
@@ -83,3 +83,26 @@ def compare(arms: dict[str, Arm], # the first one is the unit
     times = interleaved(arms, turns)
     base = next(iter(times.values()))
     return {n: speed(base, t) for n, t in times.items()}
+
+# %% ../nbs/50_bench.ipynb #d9c35365
+def over_chain(arms: dict[str, Callable[[Any], tuple[list[int], float]]], # name -> (request -> token ids, seconds)
+               chain: Sequence[Any], # requests
+               turn: int, # even and odd turns begin with different arms
+              ) -> dict[str, list[float]]: # seconds per request
+    "Walk a chain of requests with arms that keep a memory; MlxspecError when their texts differ."
+    out: dict[str, list[float]] = {n: [] for n in arms}
+    for i, request in enumerate(chain):
+        got = {n: arms[n](request) for n in (arms if (i + turn) % 2 else reversed(arms))}
+        ids = next(iter(got.values()))[0]
+        if bad := [n for n, (x, _) in got.items() if x != ids]: raise MlxspecError(f'{bad[0]} gave another text, so its speed means nothing.')
+        for n, (_, s) in got.items(): out[n].append(s)
+    return out
+
+def decoding(engine: Any, # with `generate`
+            ) -> Callable[[Any], tuple[list[int], float]]: # (prompt, fields of Params) -> token ids, seconds
+    "An engine as an arm of a chain; what the gate and the policy cost between two steps counts, reading the prompt does not."
+    def arm(request):
+        t0 = time.perf_counter()
+        r = engine.generate(request[0], **request[1])
+        return [t.id for t in r.tokens], time.perf_counter() - t0 - r.stats.prefill_s - r.stats.phases.get('probe', 0.0)
+    return arm
