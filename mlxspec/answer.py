@@ -61,6 +61,7 @@ class Plan:
     pilot: Pilot                      # policy and gate
     think: tuple[int, int] | None = None # token ids that open and close a thought
     exactness: Exactness | None = None # which blocks may run; None: nobody will ask
+    prefix: Any = None                # PrefixStore of `mlxspec.prefix`: the state of earlier prompts; None: no prompt is remembered
 
 @dataclass(eq=False)
 class Request:
@@ -107,6 +108,7 @@ class Seat:
     course: Course | None = None      # None: nothing to decide, every step is plain
     chunks: list[Chunk] = field(default_factory=list)
     ended: str | None = None          # 'completed', 'failed' or 'cancelled'
+    visit: Any = None                 # of the prefix store
 
     @property
     def seq(self) -> Sequence: return self.request.seq
@@ -121,9 +123,11 @@ class Seat:
         plan, seq = self.plan, self.seq
         self.run = open_running(self.target, seq, taking_part(plan.drafters.made, seq.params.speculate))
         yield from explore(self.run, plan.exactness)
+        self.visit = plan.prefix.visit(self.run) if plan.prefix else None
         read = False
         while not read:
-            read = prefill_step(self.target, self.run, plan.chunk)
+            read = prefill_step(self.target, self.run, self.visit.chunk(plan.chunk) if self.visit else plan.chunk)
+            if self.visit: self.visit.mark()
             yield 'prefill'
         kinds = [g.kind for g in self.run.guests]
         if kinds: self.course = plan.pilot.open(kinds, plan.think, inside_thought(seq.tokens, plan.think), seq.stats)
@@ -134,9 +138,19 @@ class Seat:
         if self.request.on_chunk: self.request.on_chunk(chunk)
         if self.seq.finish: self.finish()
 
+    def keep(self) -> None:
+        "Have the state so far remembered, if it is the request's own."
+        if self.visit and self.run.cache: self.visit.keep()
+
+    def part(self) -> None:
+        "Give up the cache: the request moves into a batch."
+        self.keep()
+        self.run.cache = []
+
     def finish(self) -> None:
         "The text has ended well."
         if self.course: self.course.close()
+        self.keep()
         self._end('completed', result_of(self.seq, self.chunks))
 
     def fail(self, e: BaseException) -> None:

@@ -112,7 +112,7 @@ class Unit:
         if len(self.seats) < 2: return
         new = Ragged.merge([s.run.cache for s in alone], [s.run.cached for s in alone])
         self.cache = new if self.cache is None else self.cache.join(new)
-        for s in alone: s.run.cache = []
+        for s in alone: s.part()
 
     def prune(self) -> None:
         "Those who have ended move out; so does the last one who is left."

@@ -11,7 +11,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -96,6 +96,8 @@ def chunks_matter(target: Target, read: int = READ, tail: int = TAIL) -> Generat
     return False
 
 # %% ../nbs/32_prefix.ipynb #4c844daf
+log = logging.getLogger('mlxspec')
+
 @dataclass(eq=False)
 class State:
     "What a record holds."
@@ -152,8 +154,10 @@ class Visit:
         mx.eval(self.marks[at])
 
     def keep(self) -> None:
-        "After the last token: put everything on the shelf."
-        if self.store.on and not self.run.seq.stats.reasons['not_finite']: self.store.put(self.new_record())
+        "After the last token, or when the cache is given up: put everything on the shelf."
+        if not self.store.on or self.run.seq.stats.reasons['not_finite']: return
+        try: self.store.put(self.new_record())
+        except Exception: log.exception('The state of a prompt could not be kept.') # the answer is whole all the same
 
     def new_record(self) -> Record:
         "The state of the request as it is now."
@@ -169,8 +173,6 @@ class Visit:
                       old.line if old and same_line else os.urandom(8).hex(), state.nbytes, state)
 
 # %% ../nbs/32_prefix.ipynb #5c1afa94
-log = logging.getLogger('mlxspec')
-
 class PrefixStore:
     "States of earlier prompts. All methods run on the owner thread."
     def __init__(self, target: Target, budget: int, # bytes of memory; 0: no store
