@@ -37,6 +37,7 @@ from .company import APART, TOGETHER, Company
 from .drafters.prediction import admit_prediction
 from .lanes import BATCHES, Floor, check_mode, make_mode
 from .pairing import AUTO_K, DEMO, exact_only, gather, identity, make_exactness, make_pilot, memo_file, within_memory
+from .prefix import prefix_store
 from .sequence import Sequence
 from .target import Target
 from .text import ChatFormat, TextStream
@@ -194,7 +195,8 @@ class Engine(Asking):
         self._policy = MtpPolicySnapshot.unavailable('worker_not_ready', None)
         def publish(snapshot: MtpPolicySnapshot): # a reference would keep the engine alive for ever
             if engine := ref(): engine._policy = snapshot
-        self._plan, self.context_length = make_plan(target, machine, settings, self.chat.think_ids, publish)
+        plan, self.context_length = make_plan(target, machine, settings, self.chat.think_ids, publish)
+        self._plan = replace(plan, prefix=prefix_store(target, plan.drafters.made, machine, settings, scheduler))
         self._company = make_company(target, self._plan, machine, settings)
         self._floor = make_floor(target, self._plan, self._company, settings, scheduler)
         self.identity = identity(target, self._plan.drafters.made) # of all weights
@@ -221,7 +223,7 @@ class Engine(Asking):
                    *, name: str = 'model', config: dict | None = None, settings: Settings | None = None, **options) -> Engine:
         "Serve a model that is already loaded. Leave it to the engine afterwards: its thread runs it."
         import mlx.core as mx
-        mx.eval(model.parameters()) # lazy weights could only be evaluated by the thread that made them
+        mx.eval(model) # lazy arrays, also those that are no parameters, could only be evaluated by the thread that made them
         settings = (settings or load_settings()).replace(**options)
         config = config or (vars(model.args) if hasattr(model, 'args') else {})
         make = lambda sched: (sched.submit_foreground(Target, model, tokenizer, config, name).result(), device.detect())
@@ -256,7 +258,7 @@ class Engine(Asking):
         plan, d, x = self._plan, self._plan.drafters, self._plan.exactness
         speculation = dict(drafters=list(self.drafters), block_size=plan.k, reason=d.reason, detail=d.sentence, gate=plan.pilot.seen,
                            exactness=x.summary() if x else None, company=self._company.summary() if self._company else None)
-        return dict(scheduler=requests_first(self._scheduler.snapshot(), self._floor.snapshot()), speculation=speculation)
+        return dict(scheduler=requests_first(self._scheduler.snapshot(), self._floor.snapshot()), speculation=speculation, prefix=plan.prefix.snapshot())
 
     def submit(self, prompt: list[int], params: Params, on_chunk: Callable[[Chunk], object] | None = None) -> Job:
         "Stand in line; never blocks. `on_chunk` runs on the owner thread. RequestError when the request cannot work, or there is no place."
