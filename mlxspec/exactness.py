@@ -23,16 +23,18 @@ import numpy as np
 
 from . import blas
 from .cache import leaves
-from .law import normalise
+from .core import Params
+from .law import Law, gumbel
 from .strategies import STRATEGIES, OneWay
+from .sweep import Call, listening, sweep
 from .target import Target, entries_of, put_back, remember
 
 # %% auto #0
 __all__ = ['REAL', 'Steps', 'SHORT', 'LONG', 'EDGE', 'AHEAD', 'LIMIT_S', 'ALSO', 'log', 'random_ids', 'overheard', 'more_like',
            'synthetic', 'using', 'Stage', 'last_rows', 'set_stage', 'finish', 'walks', 'Difference', 'differing',
-           'difference', 'Block', 'law_differs', 'writes_differ', 'walk', 'Trial', 'try_width', 'first_contexts',
-           'further', 'exact_at', 'answers', 'next_trial', 'try_all', 'decline_sentence', 'not_run', 'inexact_warning',
-           'Table', 'all_trials', 'Memo', 'recall', 'why_not', 'Exactness']
+           'difference', 'Block', 'law_differs', 'writes_differ', 'walk', 'Trial', 'heard', 'sweep_all', 'try_width',
+           'first_contexts', 'further', 'exact_at', 'answers', 'next_trial', 'try_all', 'decline_sentence', 'not_run',
+           'inexact_warning', 'Table', 'all_trials', 'Memo', 'recall', 'why_not', 'Exactness']
 
 # %% ../nbs/08_exactness.ipynb #7f87b568
 REAL = 16 # tokens that are really read
@@ -96,6 +98,7 @@ class Stage:
     said: mx.array                # [n, V] what single steps said after each
     step_s: float                 # median time of one
     wrote: list[mx.array]         # `last_rows` of the chain
+    calls: list[Call] | None = None # of attention, one of each look; None: not heard yet
 
     def reset(self) -> None:
         "Back to the beginning."
@@ -176,10 +179,21 @@ class Block:
     first: Difference | None
     flips: int # rows whose largest logit is another one
 
+_laws: dict[tuple, Difference | None] = {} # shape and type of rows -> the verdict
+
 def law_differs(rows: mx.array, # [k, V]
                ) -> Difference | None:
-    "Whether the law's normalisation depends on how many rows it is given."
-    return difference((normalise(rows), mx.concatenate([normalise(rows[i:i + 1]) for i in range(rows.shape[0])])))
+    "Whether the law depends on how many rows it is given; once for each shape and type."
+    k, key = rows.shape[0], (str(mx.default_device()), rows.shape, str(rows.dtype))
+    if key not in _laws:
+        law = Law(Params(temperature=.7, top_p=.95, min_p=.001, top_k=50, logprobs=0, logprobs_of='processed'), rows.shape[1])
+        def said(x: mx.array, at: int) -> tuple[mx.array, ...]:
+            r, noise = law.rows(x, at), gumbel(law.keys(at, x.shape[0]), law.vocab)
+            assert r.processed is not None
+            return r.logprobs, r.processed, noise
+        alone = [said(rows[i:i + 1], i) for i in range(k)]
+        _laws[key] = difference(*((a, mx.concatenate(b)) for a, b in zip(said(rows, 0), zip(*alone, strict=True), strict=True)))
+    return _laws[key]
 
 def writes_differ(stage: Stage, k: int, # rows of a block that has just run
                   at: int, # they belong to the tokens from here on
@@ -226,14 +240,33 @@ class Trial:
     rows: int # compared
     flips: int # rows with another argmax
     gap: float # smallest top-2 gap of the context's rows
+    keys: int | None # number of keys at which attention alone differed, where the walks did not (`first` counts its bytes then)
 
-def try_width(stage: Stage, k: int, ways: OneWay) -> Generator[None, None, Trial]:
-    "Walk a width in one way."
+def heard(stage: Stage) -> list[Call]:
+    "What attention is given from the stage on, as far as the walks come."
+    if stage.calls is None:
+        with listening(stage.target.attention) as calls, stage.target.transaction(stage.cache, len(stage.ids)) as txn:
+            mx.eval(txn.forward(mx.array([stage.ids])).logits)
+        stage.calls = list(calls.values())
+    return stage.calls
+
+def sweep_all(stage: Stage, k: int, since: int, # the context before; 0: none
+             ) -> Generator[None, None, tuple[int, Difference] | None]: # keys, and the difference there
+    "Sweep the attention of all layers from the context before to the end of the walks."
+    for call in heard(stage):
+        n = yield from sweep(call, k, since + 1 + k if since else k, stage.context + len(stage.ids))
+        if n and (d := difference((call.together(k, n), call.apart(k, n)))): return n, d
+    return None
+
+def try_width(stage: Stage, k: int, ways: OneWay, since: int = 0) -> Generator[None, None, Trial]:
+    "Walk a width in one way, and sweep it."
     blocks: list[Block] = []
     for keeps in walks(k, stage.target.rollback == 'trim'):
         if not (blocks and blocks[-1].first): blocks += yield from walk(stage, keeps, ways)
+    keys, first = None, blocks[-1].first
+    if not first and ways.name == 'block': keys, first = (yield from sweep_all(stage, k, since)) or (None, None)
     cost = statistics.median(b.seconds for b in blocks) / stage.step_s
-    return Trial(stage.context, k, ways.name, blocks[-1].first, cost, stage.step_s, k * len(blocks), sum(b.flips for b in blocks), stage.gap)
+    return Trial(stage.context, k, ways.name, first, cost, stage.step_s, k * len(blocks), sum(b.flips for b in blocks), stage.gap, keys)
 
 # %% ../nbs/08_exactness.ipynb #3b712364
 SHORT, LONG, EDGE = 16, 1056, 8 # tokens; rows before the edge of a window
@@ -304,7 +337,8 @@ def try_all(target: Target, trials: list[Trial], # grows
         while todo := next_trial(trials, contexts, w, strategies, every):
             c, s = todo
             if c not in stages: stages[c] = yield from set_stage(target, c, k, OneWay(strategies[0], rows))
-            trials.append((yield from try_width(stages[c], w, OneWay(s, rows))))
+            since = max((x for x in contexts if x < c), default=0)
+            trials.append((yield from try_width(stages[c], w, OneWay(s, rows), since)))
         if time.perf_counter() - start > limit_s: break
 
 # %% ../nbs/08_exactness.ipynb #0f94c11f
@@ -315,9 +349,9 @@ def decline_sentence(trials: list[Trial], # at least one
                     ) -> str | None: # None: some width is exact at the shortest context
     "Why no block can be verified."
     at = [t for t in trials if t.context == min(t.context for t in trials)]
-    wrong = [(t.width, STRATEGIES.index(t.strategy), t.first) for t in at if t.first]
+    wrong = [(t.keys is not None, t.width, STRATEGIES.index(t.strategy), t.first) for t in at if t.first] # logits before attention
     if len(wrong) < len(at): return None
-    first = min(wrong, key=lambda w: w[:2])[2]
+    first = min(wrong, key=lambda w: w[:3])[3]
     also = ''.join(text for s, text in ALSO.items() if any(t.strategy == s for t in at))
     return (f'verify block position {first.position} differs from the single-token chain in {first.differing} of '
             f'{first.total} logit bytes.{also}')

@@ -91,14 +91,15 @@ def run_probe(s: Settings) -> Report:
     return probe(target, max(2, probed_width(gather(target, s).made, s)), s, machine)
 
 # %% ../nbs/34_probe.ipynb #0b0ad6a2
-def verdict(d: Difference | None, what: str = 'row') -> str:
+def verdict(d: Difference | None, what: str = 'row', keys: int | None = None) -> str: # keys: of a sweep
     "A verdict in a few words."
-    return 'identical' if d is None else f'{what} {d.position} differs in {d.differing} of {d.total} bytes'
+    if d is None: return 'identical'
+    return f'{what} {d.position} differs in {d.differing} of {d.total} bytes' + (f' (attention to {keys} keys)' if keys else '')
 
 def as_text(r: Report) -> str:
     "The report for a terminal."
     head = f'{r.target} on {r.hardware}, mlx {r.summary["mlx_version"]}, mlx-lm {r.summary["mlx_lm_version"]}, BLAS {r.summary["blas"]}'
-    rows = [f'{t.context:>7} {t.width:>3}  {t.strategy:14} {verdict(t.first):48} {t.cost:6.2f}' for t in sorted(r.trials, key=lambda t: (t.context, t.width))]
+    rows = [f'{t.context:>7} {t.width:>3}  {t.strategy:14} {verdict(t.first, keys=t.keys):48} {t.cost:6.2f}' for t in sorted(r.trials, key=lambda t: (t.context, t.width))]
     apart = [f'{n} rows in a batch: {verdict(d)}' for n, d in r.batch.items()] + \
             [f'prompt in pieces of {n}: {verdict(d, "step")}' for n, d in r.pieces.items()]
     steps = {t.context: f'{t.step_s * 1e3:.1f} ms at {t.context} tokens' for t in r.trials}

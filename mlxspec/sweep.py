@@ -1,4 +1,4 @@
-"""Attention at every length of the context: does a block say there what single steps say?
+"""Attention over the lengths of the context: does a block say at each what single steps say?
 
 Docs: https://mlxspec.github.io/mlxspec/sweep.html.md"""
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -19,7 +19,7 @@ from mlx_lm.models.base import create_causal_mask
 from .strategies import Attention, cut, length
 
 # %% auto #0
-__all__ = ['DENSE', 'RUN', 'PORTION', 'Call', 'listening', 'counts', 'differ', 'sweep']
+__all__ = ['DENSE', 'CROSS', 'RUN', 'PORTION', 'Call', 'one_head', 'listening', 'counts', 'differ', 'sweep']
 
 # %% ../nbs/07_sweep.ipynb #87d8cbaa
 @dataclass
@@ -71,7 +71,17 @@ class Call:
         "Most keys that a block of k rows can see, of those that were heard."
         return min(length(self.keys), self.window - 1 + k if self.window else length(self.keys))
 
-# %% ../nbs/07_sweep.ipynb #c56a4f61
+# %% ../nbs/07_sweep.ipynb #0589d901
+def one_head(call: Call) -> Call:
+    "The same call with a single head of keys."
+    few = lambda x: tuple(a[:, :1] for a in x) if isinstance(x, (tuple, list)) else x[:, :1]
+    H = call.query.shape[1]
+    n = H // (call.keys[0] if isinstance(call.keys, (tuple, list)) else call.keys).shape[1]
+    rest = {k: v[:n] if isinstance(v, mx.array) and v.shape[:1] == (H,) else v for k, v in call.rest.items()}
+    mask = call.mask[:, :n] if isinstance(call.mask, mx.array) and call.mask.ndim == 4 and call.mask.shape[1] == H else call.mask
+    return replace(call, query=mx.contiguous(call.query[:, :n]), keys=few(call.keys), values=few(call.values), rest=rest, mask=mask, chain={})
+
+# %% ../nbs/07_sweep.ipynb #31adf69d
 _NAME = 'scaled_dot_product_attention'
 
 @contextmanager
@@ -82,7 +92,7 @@ def listening(homes: list[Any], # from `attention_homes`
     def listener(original: Attention) -> Attention:
         def attention(queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, **rest) -> mx.array:
             c = Call(original, mx.contiguous(queries[:, :, :1]), keys, values, cache, mask, dict(scale=scale) | rest)
-            calls.setdefault(c.look, c)
+            calls.setdefault(c.look, one_head(c) if mx.default_device().type == mx.DeviceType.cpu else c)
             return original(queries, keys, values, cache=cache, scale=scale, mask=mask, **rest)
         return attention
     for h, f in zip(homes, originals, strict=True): setattr(h, _NAME, listener(f))
@@ -90,35 +100,34 @@ def listening(homes: list[Any], # from `attention_homes`
     finally:
         for h, f in zip(homes, originals, strict=True): setattr(h, _NAME, f)
 
-# %% ../nbs/07_sweep.ipynb #e12eb6cb
-DENSE, RUN = 2048, 48 # lengths in a stretch of which all are tried; lengths in a run
+# %% ../nbs/07_sweep.ipynb #3235db22
+DENSE, CROSS, RUN = 256, 8, 48 # up to here all; lengths from a threshold on; lengths in a run
 
 def counts(lo: int, hi: int) -> list[int]: # ascending, within lo..hi
     "Numbers of keys to try."
-    if hi - lo < DENSE: return list(range(lo, hi + 1))
-    step = 1 << hi.bit_length() - 5 # 16 to 32 of them up to hi
-    runs = {m + i for m in range(lo // step * step, hi + step, step) for i in range(-RUN // 2, RUN // 2)}
-    return sorted(n for n in runs if lo <= n <= hi)
+    small, large = 1 << max(5, hi.bit_length() - 6), 1 << max(5, hi.bit_length() - 3)
+    return [n for n in range(lo, hi + 1) if n <= DENSE or n % small < CROSS or (n + RUN // 2) % large < RUN]
 
-# %% ../nbs/07_sweep.ipynb #c6c2c609
-PORTION = 64 # lengths at once
-_verdicts: dict[tuple, int | None] = {}
+# %% ../nbs/07_sweep.ipynb #01258a17
+PORTION = 32 # lengths at once
+_known: dict[tuple, dict[int, bool]] = {} # look and rows -> number of keys -> whether a block differs
 
 def differ(call: Call, k: int, some: list[int]) -> list[bool]:
     "At which lengths a block of k rows is not, byte for byte, the single steps."
-    pairs = [(call.together(k, n), call.apart(k, n)) for n in some]
-    return np.array(mx.stack([(mx.view(a, mx.uint8) != mx.view(b, mx.uint8)).any() for a, b in pairs])).tolist()
+    block = mx.concatenate([call.together(k, n) for n in some], axis=2)
+    steps = mx.concatenate([call.alone(m) for n in some for m in range(n - k + 1, n + 1)], axis=2)
+    apart = (mx.view(block, mx.uint8) != mx.view(steps, mx.uint8)).any(axis=(0, 1, 3))
+    return np.array(apart.reshape(len(some), k).any(axis=1)).tolist()
 
 def sweep(call: Call, k: int, # rows
           lo: int, hi: int, # numbers of keys, k and above
          ) -> Generator[None, None, int | None]:
     "The first length at which a block differs."
-    key = (str(mx.default_device()), call.look, k, lo, hi)
-    if key not in _verdicts:
-        todo, found = counts(max(lo, k), min(hi, call.most(k))), None
-        while todo and found is None:
-            some, todo = todo[:PORTION], todo[PORTION:]
-            found = next((n for n, d in zip(some, differ(call, k, some), strict=True) if d), None)
-            yield
-        _verdicts[key] = found
-    return _verdicts[key]
+    known = _known.setdefault((str(mx.default_device()), call.look, k), {})
+    wanted = counts(max(lo, k), min(hi, call.most(k)))
+    todo = [n for n in wanted if n not in known]
+    while todo and not any(known.get(n) for n in wanted):
+        some, todo = todo[:PORTION], todo[PORTION:]
+        known |= zip(some, differ(call, k, some), strict=True)
+        yield
+    return next((n for n in wanted if known.get(n)), None)

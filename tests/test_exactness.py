@@ -217,7 +217,7 @@ def test_the_memo_is_keyed_by_what_a_verdict_depends_on(tmp_path, monkeypatch):
 
 # --- sentences and the table
 
-def trial(context, width, strategy, exact): return Trial(context, width, strategy, None if exact else Difference(1, 12, 8192), 1., .01, 8, 0, .5)
+def trial(context, width, strategy, exact): return Trial(context, width, strategy, None if exact else Difference(1, 12, 8192), 1., .01, 8, 0, .5, None)
 
 
 def test_sentences():
