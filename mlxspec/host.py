@@ -9,26 +9,24 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import math
 import secrets
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from .access import Access
 from .core import Cancelled, MlxspecError, Params, RequestError
-from .edge import LOCAL
 from .errors import Code, later, told
 from .feed import PING, Feed, Item, steps
 from .scheduler import OwnerStopped
 from .wire import Head, Response, frame, to_params, together
 
 # %% auto #0
-__all__ = ['Host', 'loaded', 'unavailable', 'check_model', 'retry_after', 'take_places', 'leave_place', 'Turn', 'open_turn',
-           'submit', 'admit', 'honest', 'whole', 'begin', 'events', 'fingerprint']
+__all__ = ['Host', 'loaded', 'unavailable', 'check_model', 'Turn', 'open_turn', 'submit', 'submit_all', 'admit', 'honest',
+           'whole', 'begin', 'events', 'fingerprint']
 
 # %% ../nbs/41_host.ipynb #4c5c3cf9
 @dataclass(eq=False)
@@ -38,16 +36,15 @@ class Host:
     served_name: str | None = None          # one more id that clients may send
     make_params: Callable[..., Params] = Params # request parameters over the server's defaults
     fingerprint: str = 'fp_0'               # of weights, drafters, versions, mode
-    hosts: frozenset[str] | None = LOCAL    # Host headers that are answered; None: all
-    max_queue: int = 32                     # answers that may wait behind the running one
+    access: Access = Access()               # who may ask
+    max_body: int = 2 << 20                 # bytes of a request
+    max_queue: int = 32                     # answers that may wait; the engine sees to it
     grace_s: float = 5.0                    # seconds that a stream waits for its first token before it has a status
     new_id: Callable[[], str] = lambda: secrets.token_hex(12)
     now: Callable[[], float] = time.time    # Unix time, seconds
     hang_up: Callable[[str], object] = lambda request_id: None # cuts a connection
     stopping: bool = False
-    taken: int = 0                          # places in use: running and waiting
-    jobs: dict[Future | None, Any] = field(default_factory=dict) # not ended yet, by their futures
-    ends: deque[float] = field(default_factory=lambda: deque(maxlen=9)) # of the last jobs, seconds
+    jobs: dict[Future, Any] = field(default_factory=dict) # not ended yet, by their futures
 
     @property
     def names(self) -> list[str]: return [n for n in (self.served_name, self.engine.name) if n]
@@ -75,24 +72,6 @@ def check_model(host: Host, asked: str | None) -> None:
         raise RequestError(f'There is no model {asked[:80]!r} here; there is {there}.',
                            'model', 'model_not_found', 404)
 
-# %% ../nbs/41_host.ipynb #8f32f047
-def retry_after(ends: deque[float]) -> int: # whole seconds, 1 to 60
-    "When a place will probably be free."
-    mean = (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else 1.0
-    return min(60, max(1, math.ceil(mean)))
-
-def take_places(host: Host, n: int) -> None:
-    "Count choices in. RequestError when they do not fit."
-    if host.taken + n > host.max_queue + 1:
-        raise later(f'{host.taken} answers are under way or wait already.', Code.queue_full, retry_after(host.ends))
-    host.taken += n
-
-def leave_place(host: Host, ended: Future | None = None, # of its job; None: it never became one
-                clock: Callable[[], float] = time.monotonic) -> None:
-    "Count a choice out."
-    host.taken -= 1
-    if host.jobs.pop(ended, None): host.ends.append(clock())
-
 # %% ../nbs/41_host.ipynb #094933d5
 @dataclass(eq=False)
 class Turn:
@@ -100,53 +79,64 @@ class Turn:
     response: Response
     feed: Feed
     count: Callable[[str], int] # tokens of a text
+    n: int                      # choices per prompt
     jobs: list[Any] = field(default_factory=list) # of the engine, one per choice
+    over: bool = False          # cancelled
 
     def cancel(self) -> None:
-        for job in self.jobs: job.cancel()
+        self.over = True
+        for job in list(self.jobs): job.cancel()
 
     async def ending(self) -> tuple: # what the last part of a response is made of
         thoughts = [c.thoughts for c in self.response.choices if c.thoughts]
         n = await asyncio.to_thread(lambda: sum(map(self.count, thoughts))) if thoughts else 0
         stats = [j.stats for j in self.jobs]
-        return stats[0] if len(stats) == 1 else together(stats, self.response.prompt_tokens), n
+        return stats[0] if len(stats) == 1 else together(stats, self.n), n
 
-# %% ../nbs/41_host.ipynb #6aac437e
-def open_turn(host: Host, req: Any, prompts: list[list[int]]) -> Turn:
+# %% ../nbs/41_host.ipynb #e9b1ab12
+def open_turn(host: Host, req: Any, prompts: list[list[int]], feed: Feed) -> Turn:
     "A turn without jobs yet."
     chat, answer_id = host.engine.chat, host.new_id()
     choices = [req.choice(i * req.n + j, answer_id, chat, p) for i, p in enumerate(prompts) for j in range(req.n)]
     head = Head(f'{req.prefix}-{answer_id}', int(host.now()), host.names[0], host.fingerprint)
     response = Response(head, choices, req.kinds, req.stream_options, sum(map(len, prompts)))
-    turn = Turn(response, Feed(lambda: turn.cancel()), lambda t: len(chat.tokenizer.encode(t, add_special_tokens=False)))
-    return turn
+    return Turn(response, feed, lambda t: len(chat.tokenizer.encode(t, add_special_tokens=False)), req.n)
 
 def submit(host: Host, turn: Turn, prompt: list[int], params: Params) -> None:
-    "One choice to the engine; its place is free again when its future is settled, however that came about."
+    "One choice to the engine."
     index, feed = len(turn.jobs), turn.feed
     job = host.engine.submit(prompt, params, partial(feed.put, index))
     turn.jobs.append(job)
     host.jobs[job.future] = job
-    job.future.add_done_callback(lambda f: (feed.post(leave_place, host, f), feed.put(index, f)))
+    job.future.add_done_callback(lambda f: (feed.post(host.jobs.pop, f, None), feed.put(index, f)))
+    if turn.over: job.cancel()
+
+def submit_all(host: Host, req: Any, params: Params, feed: Feed, hold: list[Turn]) -> Turn: # hold: takes the turn as soon as there is one
+    "Render, tokenise, submit; any thread. Raises what the client should be told."
+    try:
+        prompts = req.prompts(host.engine.chat)
+        hold.append(turn := open_turn(host, req, prompts, feed))
+        for prompt in prompts:
+            for j in range(req.n): submit(host, turn, prompt, replace(params, index=j))
+    except RequestError as e:
+        if e.param in ('messages', 'prompt'): e.param = req.subject
+        raise
+    return turn
 
 async def admit(host: Host, req: Any) -> Turn: # req: a ChatRequest or a CompletionRequest
-    "Check, render, tokenise, submit. Raises what the client should be told."
+    "A request to the engine. Raises what the client should be told."
     if e := unavailable(host): raise e
     check_model(host, req.model)
     params = to_params(req, host.engine.vocab_size, host.make_params, **req.own_params())
     if params.seed is None: params = replace(params, seed=secrets.randbits(63))
-    take_places(host, n := req.width)
-    turn = None
-    try:
-        turn = open_turn(host, req, prompts := await asyncio.to_thread(req.prompts, host.engine.chat))
-        for prompt in prompts:
-            for j in range(req.n): submit(host, turn, prompt, replace(params, index=j))
-    except BaseException as e: # a cancelled handler included
-        if turn: turn.cancel()
-        for _ in range(n - len(turn.jobs if turn else ())): leave_place(host)
-        if isinstance(e, RequestError) and e.param in ('messages', 'prompt'): e.param = req.subject
+    hold: list[Turn] = []
+    feed = Feed(lambda: [t.cancel() for t in hold])
+    work = asyncio.ensure_future(asyncio.to_thread(submit_all, host, req, params, feed, hold))
+    try: return await asyncio.shield(work)
+    except BaseException: # a cancelled handler included: then the helper goes on alone
+        work.add_done_callback(lambda w: (w.cancelled() or w.exception(), [t.cancel() for t in hold]))
+        for t in hold: t.cancel()
         raise
-    return turn
 
 # %% ../nbs/41_host.ipynb #3300124d
 def honest(host: Host, e: BaseException) -> BaseException:

@@ -14,6 +14,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
+from .access import knows
 from .edge import Edge, receive_body
 from .errors import HANDLERS, told
 from .feed import EventResponse, unless_gone
@@ -37,7 +38,7 @@ LARGE = 65536 # bytes of a body that takes a while to read
 
 async def body_of(request: Request) -> dict:
     "The JSON object in the body. Raises `RequestError`."
-    raw = await receive_body(request)
+    raw = await receive_body(request, host_of(request).max_body)
     return await asyncio.to_thread(read_body, raw) if len(raw) > LARGE else read_body(raw)
 
 # %% ../nbs/41_server.ipynb #43a1ee20
@@ -101,9 +102,11 @@ async def mtp_policy(request: Request) -> dict: return policy(host_of(request)).
 @router.get('/health')
 async def health(request: Request) -> Response:
     host = host_of(request)
+    more = knows(request.scope, host.access)
     if e := unavailable(host):
         status, body = told(e, id_of(request))
-        return JSONResponse({'status': 'unavailable', **body}, status)
+        return JSONResponse({'status': 'unavailable', **(body if more else {})}, status)
+    if not more: return JSONResponse({'status': 'ok'})
     view = {'mtp_policy': policy(host).health()}
     return JSONResponse({'status': 'ok', **host.engine.snapshot(), 'observability': view})
 
@@ -113,7 +116,7 @@ async def live() -> dict: return {'status': 'ok'}
 @router.get('/health/ready')
 async def ready(request: Request) -> Response:
     host = host_of(request)
-    yes = unavailable(host) is None and host.taken <= host.max_queue
+    yes = unavailable(host) is None and host.engine.snapshot()['scheduler']['queue_depth']['foreground'] < max(1, host.max_queue)
     return JSONResponse({'status': 'ok' if yes else 'unavailable'}, 200 if yes else 503)
 
 # %% ../nbs/41_server.ipynb #cf18a995

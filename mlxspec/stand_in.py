@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from .admission import Admission
 from .core import Chunk, Emitted, Params, RequestError, RequestStats
 from .policy import MtpPolicySnapshot
 from .scheduler import ModelWorkScheduler, Stepper
@@ -86,20 +87,25 @@ class StandIn:
     policy = MtpPolicySnapshot.unavailable('no_mtp_dispatch', False)
 
     def __init__(self, *script: Line, tail: str = '',
-                 write: Callable[[list[int], Params], tuple] | None = None): # makes the script of each request
+                 write: Callable[[list[int], Params], tuple] | None = None, # makes the script of each request
+                 max_queue: int = 32): # requests that may wait
         self.script, self.write, self.chat = script, write, StandInChat(tail)
         self.asked: list[tuple[list[int], Params]] = []
-        self.sched = ModelWorkScheduler()
+        self.sched, self.room = ModelWorkScheduler(), Admission(1, max_queue)
 
     def submit(self, prompt: list[int], params: Params, on_chunk: Callable[[Chunk], object]) -> StandInJob:
-        "Queue a request. RequestError when its prompt does not fit."
+        "Queue a request. RequestError when its prompt does not fit, or there is no place."
         if len(prompt) >= self.context_length: raise RequestError('Too long.', 'messages', 'context_length_exceeded')
         self.asked.append((prompt, params))
         script = self.write(prompt, params) if self.write else self.script
         stats, stop = RequestStats(prompt_tokens=len(prompt), seed=params.seed), threading.Event()
+        self.room.enter(stop)
         future = self.sched.submit_stepper(recite(script, params, stats, on_chunk), stop)
+        future.add_done_callback(lambda f: self.room.withdraw(stop))
         return StandInJob(params, stats, future, stop.set)
 
     def snapshot(self) -> dict: return dict(scheduler=self.sched.snapshot(), speculation=dict(drafters=[]))
     def call(self, fn: Callable, *args) -> Any: return self.sched.submit_foreground(fn, *args).result()
     def close(self) -> None: self.sched.shutdown()
+    @property
+    def alive(self) -> bool: return self.sched.alive

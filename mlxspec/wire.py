@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import reduce
 from typing import Annotated, Any, ClassVar, Protocol, TypeVar
 from urllib.parse import quote
@@ -211,7 +211,7 @@ def usage(stats: RequestStats, reasoning_tokens: int = 0) -> dict:
     drafted, accepted = stats.sources.get('prediction', (0, 0))
     return {'prompt_tokens': stats.prompt_tokens, 'completion_tokens': stats.completion_tokens,
             'total_tokens': stats.prompt_tokens + stats.completion_tokens,
-            'prompt_tokens_details': {'cached_tokens': 0, 'audio_tokens': 0},
+            'prompt_tokens_details': {'cached_tokens': stats.cached_tokens, 'audio_tokens': 0},
             'completion_tokens_details': {
                 'reasoning_tokens': reasoning_tokens, 'audio_tokens': 0,
                 'accepted_prediction_tokens': accepted, 'rejected_prediction_tokens': drafted - accepted}}
@@ -235,11 +235,12 @@ def _add(a: Any, b: Any) -> Any:
     return a + b
 
 def together(parts: Sequence[RequestStats], # of the choices, in order
-             prompt_tokens: int, # all prompts, each counted once
+             n: int, # choices per prompt
             ) -> RequestStats:
-    "The account of several choices."
-    total = reduce(_add, parts)
-    total.prompt_tokens, total.seed = prompt_tokens, parts[0].seed
+    "The account of several choices; each prompt counts once."
+    total = reduce(_add, parts[1:], replace(parts[0]))
+    total.prompt_tokens, total.cached_tokens = (sum(getattr(p, k) for p in parts[::n]) for k in ('prompt_tokens', 'cached_tokens'))
+    total.seed = parts[0].seed
     return total
 
 # %% ../nbs/40_wire.ipynb #8fd994a3
@@ -254,7 +255,7 @@ def account(stats: RequestStats) -> dict: # keys of the response's root
     by = {k: {'drafted': d, 'accepted': a} for k, (d, a) in stats.sources.items()}
     ours = {'plain_steps': stats.plain_steps, 'no_draft_reasons': dict(stats.reasons),
             'seed': stats.seed, 'level': stats.level, 'warning': stats.warning, 'drafters': by,
-            'arms': dict(stats.arms), 'gate': gate_account(stats.choice)}
+            'arms': dict(stats.arms), 'prefix': stats.prefix, 'gate': gate_account(stats.choice)}
     rate = stats.completion_tokens / stats.decode_s if stats.decode_s else 0.0
     timings = {'prompt_n': stats.prompt_tokens, 'prompt_ms': round(1e3 * stats.prefill_s, 3),
                'predicted_n': stats.completion_tokens,
