@@ -20,6 +20,7 @@ from .bands import settle
 from .core import Cancelled, Chunk, Drafter, Emitted, EngineError, MlxspecError, RequestStats
 from .exactness import AHEAD, Exactness
 from .gate import Step
+from .law import Mask
 from .pilot import Course, Pilot, plain
 from .rounds import Running, arms, open_running, prefill_step, step
 from .sequence import Sequence
@@ -69,6 +70,7 @@ class Request:
     seq: Sequence
     plan: Plan
     on_chunk: Callable[[Chunk], object] | None = None # runs on the owner thread, once per step
+    mask: Mask | None = None                          # what may be said next
     future: Future = field(default_factory=Future)    # of the Result
     cancelled: threading.Event = field(default_factory=threading.Event)
 
@@ -121,7 +123,7 @@ class Seat:
     def opening(self) -> Iterator[str]: # lane of each step
         "Probe and prefill, one forward per step."
         plan, seq = self.plan, self.seq
-        self.run = open_running(self.target, seq, taking_part(plan.drafters.made, seq.params.speculate))
+        self.run = open_running(self.target, seq, taking_part(plan.drafters.made, seq.params.speculate), mask=self.request.mask)
         yield from explore(self.run, plan.exactness)
         self.visit = plan.prefix.visit(self.run) if plan.prefix else None
         read = False
