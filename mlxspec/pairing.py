@@ -36,10 +36,10 @@ from .policy import Gpu, MtpPolicy, Pairing, static_default
 from .target import Target, first_of
 
 # %% auto #0
-__all__ = ['log', 'ASSETS', 'DEMO', 'DEMO_HEAD', 'AUTO_K', 'PADDING', 'LEAST', 'is_demo', 'has_head', 'wanted', 'make',
-           'speaks_otherwise', 'Drafters', 'mtp_of', 'gather', 'without', 'headless', 'within_memory', 'kernels',
-           'hint_key', 'make_policy', 'block_size', 'probed_width', 'weights_fingerprint', 'identity', 'memo_file',
-           'make_exactness', 'exact_only', 'env_bool', 'make_gate', 'make_pilot']
+__all__ = ['log', 'ASSETS', 'DEMO', 'DEMO_HEAD', 'AUTO_K', 'PADDING', 'LEAST', 'is_demo', 'has_head', 'wanted', 'inner_kind',
+           'make', 'speaks_otherwise', 'Drafters', 'mtp_of', 'gather', 'without', 'headless', 'within_memory',
+           'kernels', 'hint_key', 'make_policy', 'block_size', 'probed_width', 'weights_fingerprint', 'identity',
+           'memo_file', 'make_exactness', 'exact_only', 'env_bool', 'make_gate', 'make_pilot']
 
 # %% ../nbs/32_pairing.ipynb #96fb3b1c
 log = logging.getLogger('mlxspec')
@@ -60,9 +60,13 @@ def wanted(target: Target, option: str | None) -> list[str]: # kinds or director
     if option is None: return ['lookup', 'head'] if has_head(target) else ['lookup']
     return [n for n in map(str.strip, option.split(',')) if n and n != 'none']
 
+def inner_kind(target: Target) -> str:
+    "The family of the head that lies inside a target's checkpoint."
+    return 'inkling_mtp' if target.config.get('model_type') in inkling_mtp.INKLING else 'qwen3_5_mtp'
+
 def make(name: str, target: Target, s: Settings) -> Drafter:
     "One drafter by its name, packed and checked as the options say."
-    if name == 'head': name, kind = str(DEMO_HEAD) if is_demo(target) else 'qwen3_5_mtp', None
+    if name == 'head': name, kind = str(DEMO_HEAD) if is_demo(target) else inner_kind(target), None
     else: kind = s.draft_kind
     drafter: Any = build(name, target, s.draft_block_size, kind)
     try:

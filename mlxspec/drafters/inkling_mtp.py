@@ -179,6 +179,7 @@ def block_cache() -> CacheList:
 @dataclass
 class InklingState:
     "A head's memory of one sequence."
+    seq: SequenceView
     caches: list[CacheList]
     done: list[int] = field(default_factory=list)                  # per block: rows read with true tokens
     waiting: list[list[mx.array]] = field(default_factory=list)    # per block: states [n, H] of the rows after these
@@ -197,18 +198,18 @@ class InklingState:
             self.caches[b][1].cache = list(convs)
         self.guessed = {}
 
-    def fork(self, seq: SequenceView | None = None) -> InklingState:
+    def fork(self, seq: SequenceView) -> InklingState:
         "An independent copy."
         self.take_back()
         caches = [block_cache() for _ in self.caches]
         for new, old in zip(caches, self.caches, strict=True):
             if old[0].offset: new[0].update_and_fetch(*old[0].keys_and_values())
             new[1].cache = list(old[1].cache)
-        return InklingState(caches, list(self.done), [list(w) for w in self.waiting], list(self.tokens), self.start, self.last)
+        return InklingState(seq, caches, list(self.done), [list(w) for w in self.waiting], list(self.tokens), self.start, self.last)
 
     def save(self) -> dict:
         "Everything, as plain data and arrays."
-        s = self.fork()
+        s = self.fork(self.seq)
         entries = [(c[0].keys_and_values() if c[0].offset else None, c[1].cache) for c in s.caches]
         return dict(entries=entries, done=s.done, waiting=s.waiting, tokens=s.tokens, start=s.start, last=s.last)
 
@@ -220,7 +221,8 @@ class InklingState:
             if kv: c[0].update_and_fetch(*kv)
             c[1].cache = list(convs)
         self.done, self.waiting, self.tokens = list(saved['done']), [list(w) for w in saved['waiting']], list(saved['tokens'])
-        self.start = saved['start'] # the newest token may be another one here, so the next guess waits for the next pair
+        self.start = saved['start']
+        if self.tokens: self.tokens[-1] = self.seq.tokens[rows] # another one, maybe; if it was read already, the next guess waits for the next pair
 
     def close(self) -> None: self.caches, self.waiting, self.last = [], [], None
 
@@ -268,7 +270,7 @@ class InklingMtp:
     def logits(self, out: mx.array) -> mx.array: # [B, n, H] before the final norm
         return self.target.head(body_of(self.target.model).norm(out.astype(self.dtype)))
 
-    def open(self, seq: SequenceView) -> InklingState: return InklingState([block_cache() for _ in self.net.layers])
+    def open(self, seq: SequenceView) -> InklingState: return InklingState(seq, [block_cache() for _ in self.net.layers])
     def ready(self, state: InklingState) -> bool: return bool(state.caches) and (state.last is not None or state.done[0] < len(state.tokens))
 
     def propose(self, states: list[InklingState], ks: list[int], laws: list) -> list[Proposal]:
