@@ -20,7 +20,7 @@ from .core import ConfigError, Params
 __all__ = ['log', 'ALL', 'PROBE', 'TRUE', 'FALSE', 'WORDS', 'PARSE', 'MODES', 'SHARED', 'TABLE', 'SAMPLING', 'option', 'Row',
            'table_of', 'parse_bool', 'either', 'accepted', 'parse_path', 'check', 'typed', 'within', 'Settings',
            'near_miss', 'row', 'override', 'raw_env', 'from_env', 'read_file', 'user_file', 'config_files',
-           'load_settings', 'settings_table', 'options_markdown']
+           'load_settings', 'shown_value', 'settings_table', 'options_markdown']
 
 # %% ../nbs/01_config.ipynb #be1657b8
 log = logging.getLogger('mlxspec')
@@ -34,10 +34,11 @@ def option(default: Any,          # value when nobody says anything; None: decid
            lo: float | None = None, # least value
            hi: float | None = None, # greatest value
            lenient: bool = False,   # a wrong environment variable is a warning, and the default counts
+           secret: bool = False,    # never shown
           ) -> Any: # a dataclass field
     "One row of the table."
-    meta = dict(help=help, commands=commands, choices=choices, lo=lo, hi=hi, lenient=lenient)
-    return field(default=default, metadata=meta)
+    meta = dict(help=help, commands=commands, choices=choices, lo=lo, hi=hi, lenient=lenient, secret=secret)
+    return field(default=default, metadata=meta, repr=not secret)
 
 @dataclass(frozen=True)
 class Row:
@@ -51,6 +52,7 @@ class Row:
     lo: float | None
     hi: float | None
     lenient: bool = False
+    secret: bool = False
 
     @property
     def env(self) -> str: return f'MLXSPEC_{self.name.upper()}'
@@ -108,7 +110,8 @@ def check(row: Row,
         v = PARSE[row.kind](value.strip()) if text else typed(row.kind, value)
         good = v in row.choices if row.choices else within(v, row.lo, row.hi)
     except ValueError: good = False
-    if not good: raise ConfigError(f'{where} must be {accepted(row, text)}, not {repr(value)[:60]}.')
+    shown = 'what it is' if row.secret else repr(value)[:60]
+    if not good: raise ConfigError(f'{where} must be {accepted(row, text)}, not {shown}.')
     return v
 
 def typed(kind: str, value: Any) -> Any:
@@ -144,6 +147,11 @@ class Settings:
     host: str = option('127.0.0.1', 'address to listen on', ('serve',))
     port: int = option(8080, 'port to listen on; 0 takes a free one', ('serve',), lo=0, hi=65535)
     served_model_name: str | None = option(None, 'one more model id that clients may send', ('serve',))
+    api_key: str | None = option(None, 'key that clients must send', (), secret=True)
+    api_key_file: Path | None = option(None, 'file whose first line is the key that clients must send', ('serve',))
+    trusted_host: str | None = option(None, 'more Host names to answer, comma-separated', ('serve',))
+    allow_origin: str | None = option(None, 'web pages that may ask, comma-separated, such as https://my.page', ('serve',))
+    max_body: int = option(2 << 20, 'most bytes of a request', ('serve',), lo=1024)
     max_active_requests: int | None = option(None, 'requests active at the same time (8 in the modes that share; in serial and hyper one is, and the others queue)',
                                              ('serve',), lo=1)
     max_queue: int = option(32, 'requests that may wait behind the active ones; more are refused with 429', ('serve',), lo=0)
@@ -283,9 +291,14 @@ def load_settings(given: Mapping[str, str] | None = None, # Python name -> text 
     return Settings(**{n: v for n, (v, _) in found.items()}, origins={n: o for n, (_, o) in found.items()})
 
 # %% ../nbs/01_config.ipynb #8c94ccfc
+def shown_value(s: Settings, name: str) -> str:
+    "A value for people; a secret is only said to be there."
+    v = getattr(s, name)
+    return '-' if v is None else '(set)' if TABLE[name].secret else str(v)
+
 def settings_table(s: Settings) -> str:
     "One line per option: name, value, origin."
-    shown = [(n, '-' if getattr(s, n) is None else str(getattr(s, n)), s.origin(n)) for n in TABLE]
+    shown = [(n, shown_value(s, n), s.origin(n)) for n in TABLE]
     a, b = (max(len(r[i]) for r in shown) for i in (0, 1))
     return '\n'.join(f'{n:{a}}  {v:{b}}  {o}' for n, v, o in shown)
 

@@ -8,59 +8,47 @@ Docs: https://mlxspec.github.io/mlxspec/edge.html.md"""
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import Callable
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 
-from .core import Cancelled, RequestError
-from .errors import Code, error_response
+from .access import CHECKS, Access, check_host, cors, refusal
+from .core import Cancelled
+from .errors import Code, error_response, later
 
 # %% auto #0
-__all__ = ['MAX_BODY', 'BODY_S', 'LOCAL', 'CHECKS', 'refusal', 'receive_body', 'host_name', 'check_host', 'Edge']
+__all__ = ['MAX_BODY', 'BODY_S', 'receive_body', 'preflight', 'Edge']
 
-# %% ../nbs/41_edge.ipynb #64db0b16
+# %% ../nbs/41_edge.ipynb #cc657d68
 MAX_BODY = 2 * 2**20 # bytes
 BODY_S = 15.0        # seconds for the whole body
 
-def refusal(message: str, code: Code) -> RequestError:
-    "An error that the edge itself raises."
-    return RequestError(message, None, code.name, code.status)
-
-async def receive_body(request: Request) -> bytes:
+async def receive_body(request: Request, limit: int = MAX_BODY) -> bytes: # limit: bytes
     "The body of a JSON request. Raises `RequestError` when it is too large, too slow or no JSON."
     kind = request.headers.get('content-type', '').partition(';')[0].strip().lower()
     if kind != 'application/json': raise refusal('The Content-Type must be application/json.', Code.unsupported_media_type)
-    too_large = refusal(f'The body is larger than {MAX_BODY} bytes.', Code.request_too_large)
+    too_large = refusal(f'The body is larger than {limit} bytes.', Code.request_too_large)
     length, body = request.headers.get('content-length', ''), bytearray()
-    if length.isdecimal() and int(length[:20]) > MAX_BODY: raise too_large
+    if length.isdecimal() and int(length[:20]) > limit: raise too_large
     try:
         async with asyncio.timeout(BODY_S):
             async for part in request.stream():
                 body += part
-                if len(body) > MAX_BODY: raise too_large
+                if len(body) > limit: raise too_large
     except TimeoutError: raise refusal('The body did not arrive in time.', Code.request_timeout) from None
     except ClientDisconnect: raise Cancelled('The client went away.') from None
     return bytes(body)
 
-# %% ../nbs/41_edge.ipynb #b89937cc
-LOCAL = frozenset({'localhost', '127.0.0.1', '[::1]'}) # nobody can point these names elsewhere
-
-def host_name(header: str) -> str:
-    "The name in a Host header, without the port."
-    return re.sub(r':\d*$', '', header).lower()
-
-def check_host(scope: Any, host: Any) -> None: # host: the `Host`, of which the allowed names count
-    "Raises `RequestError` for a name that is not ours."
-    name = host_name(dict(scope['headers']).get(b'host', b'').decode('latin-1'))
-    if host.hosts is not None and name not in host.hosts:
-        raise refusal('This Host is not served here.', Code.host_not_allowed)
-
-CHECKS: tuple[Callable[[Any, Any], None], ...] = (check_host,) # of (ASGI scope, Host), in order
-
 # %% ../nbs/41_edge.ipynb #0b317dc2
+def preflight(scope: Any, access: Access) -> bool:
+    "Whether a browser asks for an allowed page if it may ask. It never sends the key with that."
+    if scope['method'] != 'OPTIONS' or len(cors(scope, access)) < 3: return False
+    check_host(scope, access)
+    return True
+
 class Edge:
     "Around the application."
     def __init__(self, app: Any, # ASGI
@@ -78,13 +66,24 @@ class Edge:
             if message['type'] == 'http.response.start':
                 begun, ms = True, b'%d' % ((self.clock() - at) * 1e3)
                 more = [(b'x-request-id', request_id.encode()), (b'openai-processing-ms', ms)]
-                message = {**message, 'headers': [*message['headers'], *more]}
+                message = {**message, 'headers': [*message['headers'], *more, *cors(scope, self.host.access)]}
             else: done = not message.get('more_body')
             await send(message)
 
         try:
-            for check in CHECKS: check(scope, self.host)
-            await self.app(scope, receive, stamped)
+            if preflight(scope, self.host.access): await Response(status_code=204)(scope, receive, stamped)
+            else:
+                for check in CHECKS: check(scope, self.host.access)
+                await self.app(scope, receive, stamped)
+        except asyncio.CancelledError: # nobody waits for this task any more, but somebody may for the response
+            e = later('The server is shutting down.', Code.server_shutting_down, 5)
+            if not begun: await error_response(e, request_id)(scope, receive, stamped)
+            elif not done: await self.cut(request_id)
         except Exception as e:
             if begun and not done: raise
             if not begun: await error_response(e, request_id)(scope, receive, stamped)
+
+    async def cut(self, request_id: str) -> None:
+        "Leave no answer half told as if it were whole."
+        self.host.hang_up(request_id)
+        await asyncio.sleep(.01)

@@ -16,19 +16,25 @@ import re
 import signal
 import socket
 import threading
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 
+from .access import LOCAL, Access, digest
 from .config import Settings
+from .connection import MAX_CONNECTIONS, Connection
 from .core import ConfigError, ModelError, PortBusy
-from .edge import LOCAL, Edge
+from .edge import Edge
 from .host import Host, fingerprint
+from .scheduler import OwnerStopped
 from .server import make_app
 
 # %% auto #0
-__all__ = ['DRAIN_S', 'check_model_path', 'listen', 'url_of', 'allowed_hosts', 'Server', 'load_engine', 'start_log', 'serve']
+__all__ = ['DRAIN_S', 'HURRY_S', 'LINGER_S', 'check_model_path', 'listen', 'url_of', 'is_local', 'key_of', 'access_of',
+           'file_limit', 'Server', 'Discreet', 'start_log', 'load_model', 'load_engine', 'serve']
 
 # %% ../nbs/42_serving.ipynb #78eb023d
 def check_model_path(model: str | None) -> None:
@@ -61,23 +67,55 @@ def url_of(sock: socket.socket) -> str:
     name, port = sock.getsockname()[:2]
     return f'http://{f"[{name}]" if ":" in name else name}:{port}/v1'
 
-# %% ../nbs/42_serving.ipynb #947ade26
-def allowed_hosts(bound: str) -> frozenset[str] | None: # None: any
-    "Host headers for a server bound to `bound`."
-    try: local = bound == 'localhost' or ipaddress.ip_address(bound).is_loopback
-    except ValueError: return None
-    return LOCAL | {f'[{bound}]' if ':' in bound else bound} if local else None
+# %% ../nbs/42_serving.ipynb #915320a4
+def is_local(bound: str) -> bool:
+    "Whether only this machine can reach an address. Raises `ConfigError` for what is no address."
+    try: found = socket.getaddrinfo(bound, None, type=socket.SOCK_STREAM)
+    except OSError: raise ConfigError(f'--host {bound} is not an address.') from None
+    return all(ipaddress.ip_address(a[4][0]).is_loopback for a in found)
+
+def key_of(settings: Settings) -> bytes | None: # None: there is none
+    "The API key. Raises `ConfigError` for a file without one."
+    if settings.api_key: return settings.api_key.encode()
+    if (path := settings.api_key_file) is None: return None
+    try: key = path.read_bytes().partition(b'\n')[0].strip()
+    except OSError as e: raise ConfigError(f'Cannot read the key file {path}: {e.strerror}.') from None
+    if not key: raise ConfigError(f'The first line of the key file {path} is empty.')
+    return key
+
+def access_of(settings: Settings) -> Access:
+    "What is asked of requests. Raises `ConfigError` for a server that everybody could use."
+    bound, key, local = settings.host, key_of(settings), is_local(settings.host)
+    if not local and key is None:
+        raise ConfigError(f'--host {bound} can be reached from other machines; set --api-key-file or MLXSPEC_API_KEY first.')
+    words = lambda text: frozenset(w.strip().lower() for w in (text or '').split(',') if w.strip())
+    ours = LOCAL | {f'[{bound}]' if ':' in bound else bound.lower()} | words(settings.trusted_host)
+    return Access(ours if local or settings.trusted_host else None, words(settings.allow_origin), key and digest(key))
+
+# %% ../nbs/42_serving.ipynb #442e0ce4
+def file_limit(wanted: int = MAX_CONNECTIONS + 100) -> int:
+    "File descriptors that this process may have, after asking for as many as `wanted`."
+    try: import resource
+    except ImportError: return wanted # Windows
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < wanted or soft == resource.RLIM_INFINITY:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return soft
 
 # %% ../nbs/42_serving.ipynb #6b9133a2
-DRAIN_S = 8.0 # seconds between a signal and the cancellation of what still runs
+DRAIN_S = 8.0  # seconds between a signal and the cancellation of what still runs
+HURRY_S = 1.0  # seconds for what is cancelled to say so
+LINGER_S = 1.0 # seconds in which a server without an engine says that
 
 class Server(uvicorn.Server):
     "uvicorn that drains, and ends quietly."
     def __init__(self, app: Edge, host: Host, log_level: str):
+        most = min(MAX_CONNECTIONS, file_limit() - 64)
         super().__init__(uvicorn.Config(
-            app, log_level=log_level, log_config=None, access_log=False, lifespan='off',
+            app, log_level=log_level, log_config=None, access_log=False, lifespan='off', http=type('_', (Connection,), dict(most=most)),
             server_header=False, timeout_graceful_shutdown=10))
-        self.host = host
+        self.host, self.failures = host, list[BaseException]() # why it ends, when that was no signal
         host.hang_up = self.hang_up
 
     def hang_up(self, request_id: str) -> None:
@@ -90,45 +128,69 @@ class Server(uvicorn.Server):
         self.force_exit = self.should_exit and sig == signal.SIGINT # a second Ctrl+C does not wait
         self.should_exit = self.host.stopping = True
 
+    async def on_tick(self, counter: int) -> bool:
+        if self.host.engine and not self.host.engine.alive and not self.should_exit:
+            self.failures.append(OwnerStopped('The engine stopped after an internal fault; the server ends.'))
+            await asyncio.sleep(LINGER_S)
+            self.should_exit = True
+        return await super().on_tick(counter)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.host.stopping = True
         asyncio.get_running_loop().call_later(DRAIN_S, self.host.cancel_all)
         await super().shutdown(sockets)
+        if not (self.force_exit and self.server_state.tasks): return
+        self.host.cancel_all()
+        await asyncio.wait(self.server_state.tasks, timeout=HURRY_S)
 
-# %% ../nbs/42_serving.ipynb #fb9df207
+# %% ../nbs/42_serving.ipynb #c88f438d
+class Discreet(logging.Formatter):
+    "Exceptions without their messages."
+    def formatException(self, ei: Any) -> str:
+        e, parts = ei[1], []
+        while e is not None and len(parts) < 8:
+            parts.append(''.join(traceback.format_tb(e.__traceback__)) + type(e).__qualname__)
+            e = e.__cause__ or (None if e.__suppress_context__ else e.__context__)
+        return '\nafter\n'.join(parts)
+
+def start_log(level: str) -> None: # 'debug', 'info', 'warning' or 'error'
+    "Our own lines from `level` on, everybody else's warnings, on standard error."
+    handler = logging.StreamHandler()
+    handler.setFormatter(Discreet('%(asctime)s %(levelname)s %(name)s: %(message)s'))
+    logging.basicConfig(handlers=[handler])
+    _log.setLevel(level.upper())
+
 _log = logging.getLogger('mlxspec')
 
-def load_engine(host: Host, server: Server, settings: Settings,
-                where: str, # base URL
-                failures: list[BaseException], # takes what went wrong
-               ) -> None:
+# %% ../nbs/42_serving.ipynb #ef961116
+def load_model(settings: Settings) -> Any: # an Engine
+    "Load what the settings name."
+    from mlxspec.engine import Engine
+    return Engine.load(settings=settings)
+
+def load_engine(server: Server, settings: Settings, load: Callable[[Settings], Any],
+                where: str) -> None: # base URL
     "Load, then say where the server is; a failure stops the server."
-    try:
-        from mlxspec.engine import Engine
-        engine = Engine.load(settings=settings)
+    host = server.host
+    try: engine = load(settings)
     except BaseException as e: # `serve` raises it again, on the main thread
-        failures.append(e)
+        server.failures.append(e)
         server.should_exit = True
         return
     host.fingerprint, host.engine = fingerprint(engine, settings.scheduler_mode), engine
     what = f'{engine.name}, the embedded demo pair,' if engine.is_demo else engine.name
     if not server.should_exit: print(f'mlxspec serves {what} at {where}', flush=True)
 
-def start_log(level: str) -> None: # 'debug', 'info', 'warning' or 'error'
-    "Our own lines from `level` on, everybody else's warnings, on standard error."
-    logging.basicConfig(format='%(asctime)s %(levelname)s %(name)s: %(message)s')
-    _log.setLevel(level.upper())
-
-def serve(settings: Settings) -> None:
-    "Serve until a signal comes. Raises `MlxspecError` when that cannot be; then nothing is left."
+def serve(settings: Settings, load: Callable[[Settings], Any] = load_model) -> None: # load: makes the engine
+    """Serve until a signal comes. Raises `MlxspecError` when that cannot be, and KeyboardInterrupt after a second Ctrl+C; then
+    nothing is left."""
     start_log(settings.log_level)
     check_model_path(settings.model)
-    sock, failures = listen(settings.host, settings.port), []
-    host = Host(served_name=settings.served_model_name, make_params=settings.params, hosts=allowed_hosts(settings.host),
+    access, sock = access_of(settings), listen(settings.host, settings.port)
+    host = Host(served_name=settings.served_model_name, make_params=settings.params, access=access, max_body=settings.max_body,
                 max_queue=settings.max_queue, grace_s=settings.stream_grace_s)
     server = Server(make_app(host), host, settings.log_level)
-    args = host, server, settings, url_of(sock), failures
-    loader = threading.Thread(target=load_engine, args=args, daemon=True)
+    loader = threading.Thread(target=load_engine, args=(server, settings, load, url_of(sock)), daemon=True)
     try:
         loader.start()
         server.run([sock])
@@ -136,4 +198,5 @@ def serve(settings: Settings) -> None:
         sock.close()
         loader.join(10) # a stop in the middle of loading waits for the load, within reason
         if host.engine: host.engine.close()
-    if failures: raise failures[0]
+    if server.failures: raise server.failures[0]
+    if server.force_exit: raise KeyboardInterrupt
