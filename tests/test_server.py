@@ -37,9 +37,9 @@ HELLO = {'messages': [{'role': 'user', 'content': 'hello'}]}
 def make():
     engines = []
 
-    def client(*script, tail='', **host):
-        engines.append(StandIn(*script, tail=tail))
-        h = Host(engines[-1], **host)
+    def client(*script, tail='', max_queue=32, **host):
+        engines.append(StandIn(*script, tail=tail, max_queue=max_queue))
+        h = Host(engines[-1], max_queue=max_queue, **host)
         c = TestClient(server.make_app(h), base_url='http://127.0.0.1', raise_server_exceptions=False)
         c.host, c.engine = h, engines[-1]
         return c
@@ -86,7 +86,7 @@ def test_bad_bodies(make, raw, code):
 def test_wrong_requests_get_a_status_streamed_or_not(make, more, status, code, param, stream):
     c = make('ok')
     error(c.post(CHAT, json=HELLO | more | {'stream': stream}), status, code, param)
-    assert c.host.taken == 0 and c.engine.asked == []
+    assert c.host.jobs == {} and c.engine.asked == []
 
 
 @pytest.mark.parametrize(('method', 'path', 'status', 'code'), [
@@ -255,13 +255,13 @@ def test_a_client_that_leaves_stops_its_job(make, when, stream):
         if when == 'after some tokens': await until(lambda: [j.stats.completion_tokens for j in c.host.jobs.values()] == [2])
         caller.leave.set()
         await asyncio.wait_for(caller.task, T)
-        await until(lambda: c.host.taken == len(first))
+        await until(lambda: len(c.host.jobs) == len(first))
         assert c.engine.sched.snapshot()['cancelled'] == 1
         for f in first:
             assert not f.task.done()
             f.leave.set()
             await asyncio.wait_for(f.task, T)
-        await until(lambda: c.host.taken == 0)
+        await until(lambda: c.host.jobs == {})
     asyncio.run(scenario())
     c.engine.script = ('ok',)
     assert c.post(CHAT, json=HELLO).json()['choices'][0]['message']['content'] == 'ok'
@@ -285,7 +285,7 @@ def test_a_full_queue_says_when_to_come_back(make):
         for x in callers: await asyncio.wait_for(x.task, T)
         assert [x.sent[0]['status'] for x in callers] == [200] * 3
     asyncio.run(scenario())
-    assert c.host.taken == 0 and c.get('/health/ready').status_code == 200
+    assert c.host.jobs == {} and c.get('/health/ready').status_code == 200
 
 
 def test_a_slow_body_is_given_up(make, monkeypatch):
@@ -351,7 +351,7 @@ def test_choices_are_asked_with_their_index_and_one_seed(make):
     for i in range(3):
         assert ''.join(x['delta'].get('content', '') for x in said(i)) == f'{i} of h'
         assert [x['finish_reason'] for x in said(i)] == [None] * (len(said(i)) - 1) + ['stop'] and said(i)[0]['delta']['role'] == 'assistant'
-    assert done and got[-1]['usage'] == body['usage'] and c.host.taken == 0
+    assert done and got[-1]['usage'] == body['usage'] and c.host.jobs == {}
 
 
 @pytest.mark.parametrize('stream', [False, True])
@@ -364,14 +364,16 @@ def test_one_failed_choice_ends_the_answer(make, stream):
         assert not done and got[-1]['error']['code'] == 'engine_error' and sum('error' in e for e in got) == 1
     else: error(r, 500, 'engine_error')
     end = time.monotonic() + T
-    while c.host.taken and time.monotonic() < end: time.sleep(.005)
-    assert c.host.taken == 0 and c.host.jobs == {}
+    while c.host.jobs and time.monotonic() < end: time.sleep(.005)
+    assert c.host.jobs == {}
 
 
 def test_several_choices_need_several_places(make):
     c = make('ok', max_queue=3)
-    for n, status in ((4, 200), (5, 429), (4, 200)): assert c.post(CHAT, json=HELLO | {'n': n}).status_code == status
-    assert c.host.taken == 0
+    for n, status in ((4, 200), (5, 429), (4, 200)):
+        assert c.post(CHAT, json=HELLO | {'n': n}).status_code == status
+        c.engine.call(int)                                    # what was cancelled has been looked at
+    assert c.host.jobs == {}
 
 
 def test_prompts_of_completions(make):
@@ -463,18 +465,20 @@ def test_a_client_that_stops_reading_is_let_go_after_a_while(make, monkeypatch):
     async def scenario():
         caller = await slow(server.make_app(c.host), HELLO | {'stream': True}, 1)
         await asyncio.wait_for(caller.task, T)
-        await until(lambda: c.host.taken == 0)
+        await until(lambda: c.host.jobs == {})
     asyncio.run(scenario())
     assert c.engine.snapshot()['scheduler']['cancelled'] == 1 and len(cut) == 1 and cut[0].startswith('req_')
 
 
 def test_what_waits_for_a_client_is_bounded(make, monkeypatch):
     monkeypatch.setattr(feed, 'MAX_UNREAD', 10_000)
-    c = make(*['x' * 100] * 1000, threading.Event())
+    go = threading.Event()
+    c = make('a', 'b', 'c', go, *['x' * 100] * 1000, threading.Event())
 
     async def scenario():
         caller = await slow(server.make_app(c.host), HELLO | {'stream': True, 'max_tokens': 2000}, 2)
-        await until(lambda: c.host.taken == 0)                # cancelled, although nothing has timed out
+        go.set()
+        await until(lambda: c.host.jobs == {})                # cancelled, although nothing has timed out
         assert c.engine.snapshot()['scheduler']['cancelled'] == 1
         caller.leave.set()
         caller.task.cancel()
@@ -527,8 +531,8 @@ def test_a_connection_that_nobody_reads_is_cut(make, monkeypatch, caplog):
         with socket.create_connection(('127.0.0.1', port), T) as other: # meanwhile others are served
             other.sendall(b'GET /health/live HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n')
             assert b'200 OK' in other.makefile('rb').read()
-        while (c.host.taken or s.server_state.connections) and time.monotonic() < end: time.sleep(.005)
-        assert c.host.taken == 0 and not s.server_state.connections
+        while (c.host.jobs or s.server_state.connections) and time.monotonic() < end: time.sleep(.005)
+        assert c.host.jobs == {} and not s.server_state.connections
         lazy.settimeout(T)
         got = b''
         with contextlib.suppress(ConnectionError):
@@ -606,6 +610,55 @@ def test_stream_equals_body_and_speculation_changes_nothing(client):
 def test_seeds_count(client):
     say = lambda **kw: client.chat.completions.create(model='default', **COUNT | kw, temperature=1).choices[0].message.content
     assert say(seed=7) == say(seed=7) == say(seed=7, extra_body={'speculation': {'disable': True}})
+
+
+def test_choices_are_independent_and_the_first_is_the_answer_to_one(client):
+    ask = lambda **kw: client.chat.completions.create(model='default', **COUNT | dict(messages=[dict(role='user', content='Write a short story about a fox.')], seed=3,
+                                                      temperature=1, max_tokens=24) | kw)
+    three, one = ask(n=3), ask()
+    say = lambda m: (m.model_extra.get('reasoning_content') or '') + (m.content or '')
+    texts = [say(c.message) for c in three.choices]
+    assert texts[0] == say(one.choices[0].message) and len(set(texts)) > 1
+    assert three.usage.prompt_tokens == one.usage.prompt_tokens
+    identities(three.model_extra['metrics'], three.usage.completion_tokens)
+    got = {}
+    for chunk in ask(n=3, stream=True):
+        for c in chunk.choices: got[c.index] = got.get(c.index, '') + say(c.delta)
+    assert [got[i] for i in range(3)] == texts
+
+
+def test_a_prediction_changes_the_account_and_nothing_else(client):
+    ask = lambda **kw: client.chat.completions.create(model='default', **COUNT, **kw)
+    plain = ask()
+    details = lambda r: (r.usage.completion_tokens_details.accepted_prediction_tokens, r.usage.completion_tokens_details.rejected_prediction_tokens)
+    assert details(plain) == (0, 0)
+    text = plain.choices[0].message.content
+    for guess in (text, text.replace('7', '99'), 'something else', [dict(type='text', text=text)]):
+        r = ask(prediction=dict(type='content', content=guess))
+        assert r.choices[0].message.content == text and r.usage.completion_tokens == plain.usage.completion_tokens
+        accepted, rejected = details(r)
+        assert accepted <= r.usage.completion_tokens and rejected >= 0 and (accepted > 0) == (guess != 'something else')
+        identities(r.model_extra['metrics'], r.usage.completion_tokens)
+
+
+def test_completions_of_the_real_model(client):
+    r = client.completions.create(model='mine', prompt=['One, two,', 'Monday,'], max_tokens=8, logprobs=3, echo=False, stop='zzz')
+    assert [c.index for c in r.choices] == [0, 1] and all(c.finish_reason in ('stop', 'length') for c in r.choices)
+    for c in r.choices:
+        lp = c.logprobs
+        assert len(lp.tokens) == len(lp.token_logprobs) == len(lp.top_logprobs) == len(lp.text_offset) > 0
+        assert all(t in top and top[t] == v for t, v, top in zip(lp.tokens, lp.token_logprobs, lp.top_logprobs, strict=True))
+        assert lp.text_offset == sorted(lp.text_offset) and lp.text_offset[0] == 0
+    chunks = list(client.completions.create(model='mine', prompt='One, two,', max_tokens=8, stream=True, echo=True))
+    assert ''.join(c.choices[0].text for c in chunks if c.choices) == 'One, two,' + r.choices[0].text
+
+
+def test_tokens_of_the_real_model(served):
+    ask = lambda path, body: json.load(urllib.request.urlopen(urllib.request.Request(served + path, json.dumps(body).encode(), {
+        'content-type': 'application/json'}), timeout=T))
+    t = ask('/tokenize', {'prompt': 'Zwölf 😀', 'return_token_strs': True})
+    assert t['count'] == len(t['tokens']) == len(t['token_strs']) and ask('/detokenize', {'tokens': t['tokens']}) == {'prompt': 'Zwölf 😀'}
+    assert ask('/tokenize', {'messages': COUNT['messages']})['count'] > t['count'] / 2
 
 
 def test_logprobs_of_the_real_model(client):

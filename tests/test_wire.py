@@ -168,12 +168,14 @@ def test_identities_of_the_account(pairs):
 @given(st.lists(rounds, min_size=1, max_size=4))
 def test_the_account_of_several_choices_adds_up(many):
     parts = [stats_of(p, seed=3, level='identical', sources={'lookup': [sum(d for d, _ in p), sum(a for _, a in p)]}) for p in many]
+    parts[-1].cached_tokens += 5
     for p in parts: p.reasons['parked'], p.arms['plain'], p.choice = 2, 1, Choices(looks=1, tps=None)
-    total = together(parts, 5)
+    total = together(parts, len(parts))
     identities(speculation(total))
     n = len(parts)
     assert (total.prompt_tokens, total.completion_tokens, total.reasons['parked'], total.arms['plain']) == (5, 9 * n, 2 * n, n)
     assert (total.seed, total.level, total.choice.looks, total.choice.tps) == (3, 'identical', n, None)
+    assert total.cached_tokens == (5 if n == 1 else 0) and together(parts, 1).prompt_tokens == 5 * n
     assert total.sources['lookup'] == [total.drafted, total.accepted]
     assert [p.completion_tokens for p in parts] == [9] * n    # and the parts are as they were
 
