@@ -117,9 +117,12 @@ def ours(e: BaseException, request_id: str,
 # %% ../nbs/40_errors.ipynb #e408fc2e
 def told(e: BaseException, request_id: str, where: str = '') -> tuple[int, dict]: # status, body
     "What the client is told about an exception."
-    e = ours(e, request_id, where)
-    code = Code[e.code]
-    return code.status, error_body(str(e), code, getattr(e, 'param', None))
+    known, message = ours(e, request_id, where), ''
+    code = Code[known.code]
+    if code.status == 500 and request_id not in str(known):
+        _log.error('request %s: %s', request_id, known)
+        message = f' ({request_id})'
+    return code.status, error_body(f'{known}{message}', code, getattr(known, 'param', None))
 
 def error_response(e: BaseException, request_id: str, where: str = '') -> JSONResponse:
     "An exception as a response, with the headers that belong to it."
