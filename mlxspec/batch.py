@@ -182,10 +182,10 @@ class Verdict:
 def _host(a: mx.array) -> Any: return a.tolist() # integers or booleans
 
 def block_of(seat: Seat, p: Proposal, rows: int, vocab: int) -> tuple[mx.array, mx.array]: # drafts [n], input [rows]
-    "Pending token, drafts, padding."
+    "Pending token, drafts, and the pending token again as padding: a token that is read anyway cannot lead to numbers that would not be there without it."
     drafts = mx.array(p.tokens, dtype=mx.int32)
-    known = mx.concatenate([mx.array([seat.seq.pending]), embeddable(drafts, vocab)])
-    return drafts, mx.pad(known, (0, rows - known.shape[0]))
+    pending = mx.array([seat.seq.pending])
+    return drafts, mx.concatenate([pending, embeddable(drafts, vocab), mx.broadcast_to(pending, (rows - 1 - drafts.shape[0],))])
 
 def judge_all(unit: Unit, proposals: list[Proposal], drafts: list[mx.array], block: mx.array, # [B, L]
               f: Forward) -> list[Verdict]:

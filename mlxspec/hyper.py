@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from .accept import accept, embeddable
 from .answer import Seat, choose_step, follow
-from .batch import Asked, say_all
+from .batch import Asked, block_of, say_all
 from .company import Company, Together
 from .core import Chunk, Proposal, StepResult
 from .law import NO_DRAFTS, DraftLaw, spread
@@ -75,11 +75,10 @@ def branch_round(seat: Seat, company: Company, proposals: list[Proposal], # two 
     batch = Ragged.merge([run.cache] * m, [run.cached] * m)
     mx.eval([e.state for e in batch.entries])
     t1 = time.perf_counter()
-    drafts = [mx.array(p.tokens, dtype=mx.int32) for p in proposals]
-    block = mx.stack([mx.pad(mx.concatenate([mx.array([seq.pending]), embeddable(d, target.vocab_size)]), (0, rows - 1 - d.shape[0])) for d in drafts])
+    drafts, block = zip(*(block_of(seat, p, rows, target.vocab_size) for p in proposals), strict=True)
     with Together(target, batch, company.way(m, rows)) as txn:
-        f = txn.forward(block, run.hidden)
-        said = say_all([Asked(run.law, f.logits[i, :d.shape[0] + 1], position, run.past, block[i, 1:d.shape[0] + 1],
+        f = txn.forward(mx.stack(list(block)), run.hidden)
+        said = say_all([Asked(run.law, f.logits[i, :d.shape[0] + 1], position, run.past, block[i][1:d.shape[0] + 1],
                               run.law.masks(seq.output, _host(d)) if run.law.mask else None) for i, d in enumerate(drafts)])
         details = [detail_of(w, w.choice, seq.params) for w in said]
         mx.eval([w.choice for w in said], drafts, details)
