@@ -23,6 +23,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from starlette.testclient import TestClient
 
 from mlxspec import edge, feed, server, serving
+from mlxspec.config import load_settings
 from mlxspec.core import EngineError
 from mlxspec.host import Host
 from mlxspec.policy import STATES, MtpPolicySnapshot
@@ -607,6 +608,11 @@ def test_stream_equals_body_and_speculation_changes_nothing(client):
     assert len(set(texts)) == 1 and all(u == usages[0] for u in usages) and usages[0].completion_tokens > 0
 
 
+def test_the_stream_helper_of_the_openai_package_works(client):
+    with client.chat.completions.stream(model='default', **COUNT) as stream: final = stream.get_final_completion()
+    assert final.choices[0].message.content == client.chat.completions.create(model='default', **COUNT).choices[0].message.content
+
+
 def test_seeds_count(client):
     say = lambda **kw: client.chat.completions.create(model='default', **COUNT | kw, temperature=1).choices[0].message.content
     assert say(seed=7) == say(seed=7) == say(seed=7, extra_body={'speculation': {'disable': True}})
@@ -627,18 +633,26 @@ def test_choices_are_independent_and_the_first_is_the_answer_to_one(client):
     assert [got[i] for i in range(3)] == texts
 
 
-def test_a_prediction_changes_the_account_and_nothing_else(client):
-    ask = lambda **kw: client.chat.completions.create(model='default', **COUNT, **kw)
-    plain = ask()
-    details = lambda r: (r.usage.completion_tokens_details.accepted_prediction_tokens, r.usage.completion_tokens_details.rejected_prediction_tokens)
-    assert details(plain) == (0, 0)
-    text = plain.choices[0].message.content
-    for guess in (text, text.replace('7', '99'), 'something else', [dict(type='text', text=text)]):
-        r = ask(prediction=dict(type='content', content=guess))
-        assert r.choices[0].message.content == text and r.usage.completion_tokens == plain.usage.completion_tokens
-        accepted, rejected = details(r)
-        assert accepted <= r.usage.completion_tokens and rejected >= 0 and (accepted > 0) == (guess != 'something else')
-        identities(r.model_extra['metrics'], r.usage.completion_tokens)
+def test_a_prediction_changes_the_account_and_nothing_else(tmp_path):
+    from mlxspec.engine import Engine
+    from mlxspec.tiny import save_tiny
+    with Engine.load(save_tiny(tmp_path / 'tiny', 'qwen3'), 'lookup', settings=load_settings({}, {}, []), cache_dir=tmp_path) as engine:
+        c = TestClient(server.make_app(Host(engine, make_params=engine.settings.params)), base_url='http://127.0.0.1')
+        letters = {str(i): 100 for i in c.post('/tokenize', json=dict(prompt='abcdefgh', add_special_tokens=False)).json()['tokens']}
+        ask = lambda **kw: c.post(TEXTS, json=dict(prompt='ab cd', max_tokens=40, ignore_eos=True, temperature=1, seed=2, logit_bias=letters) | kw).json()
+        details = lambda r: [r['usage']['completion_tokens_details'][f'{k}_prediction_tokens'] for k in ('accepted', 'rejected')]
+        plain = ask()
+        text = plain['choices'][0]['text']
+        assert details(plain) == [0, 0]
+        for guess, right in ((text, True), (text[:20] + 'zz' + text[20:], True), ('zzzzz zzz', False), ([dict(type='text', text=text)], True)):
+            r = ask(prediction=dict(type='content', content=guess))
+            assert r['choices'] == plain['choices'] and r['usage']['completion_tokens'] == 40
+            identities(r['metrics'], 40)
+            accepted, rejected = details(r)
+            by = r['metrics']['mlxspec']['drafters'].get('prediction', dict(drafted=0, accepted=0))
+            assert (accepted, accepted + rejected) == (by['accepted'], by['drafted']) and (accepted > 0) >= right
+        n = ask(n=2, prediction=dict(type='content', content=text))
+        assert n['choices'][0]['text'] == text != n['choices'][1]['text'] and n['usage']['completion_tokens'] == 80
 
 
 def test_completions_of_the_real_model(client):
