@@ -19,8 +19,9 @@ from mlxspec.config import Settings
 from mlxspec.core import PairError, Params
 from mlxspec.device import Device
 from mlxspec.engine import Engine
-from mlxspec.exactness import Difference, Exactness, Table, Trial, answers, decline_sentence, finish, first_contexts, next_trial, not_run
-from mlxspec.strategies import STRATEGIES
+from mlxspec.exactness import (Difference, Exactness, Table, Trial, answers, decline_sentence, difference, finish, first_contexts, next_trial, not_run,
+                               random_ids)
+from mlxspec.strategies import STRATEGIES, row_by_row
 from mlxspec.target import Target
 from mlxspec.tiny import byte_tokenizer, save_tiny, tiny_model
 
@@ -118,6 +119,59 @@ def test_a_block_that_writes_something_else_is_not_exact():
     t.forward = wrong
     x = probed(t, 2)
     assert x.declined and x.trials[0].first.differing == 1
+
+
+def blocks_that_differ(t, x, top, k=8):
+    "Blocks the table calls identical that are not, at every length of the context up to `top`: (tokens in the cache, rows)."
+    ids, cache, chain, wrong = random_ids(top + k, t.vocab_size, 5), t.make_cache(), t.make_cache(), []
+    t.ways = x
+    said = [t.step(mx.array([[i]]), chain).logits[0] for i in ids]
+    for n in range(top):
+        for rows in (r for r in range(2, k + 1) if x.level(r, n) == 'identical'):
+            with t.transaction(cache, rows) as txn:
+                if difference((txn.forward(mx.array([ids[n:n + rows]])).logits[0], mx.concatenate(said[n:n + rows]))): wrong.append((n, rows))
+        t.step(mx.array([[ids[n]]]), cache)
+    return wrong
+
+
+def other_kernels(monkeypatch, t, least, period=1):
+    "Attention over so many keys or more, if a multiple of `period`, is rounded differently."
+    home, = t.attention
+    attend = home.scaled_dot_product_attention
+    def other(queries, keys, values, cache, scale, mask, **kw):
+        out, n = row_by_row(attend)(queries, keys, values, cache=cache, scale=scale, mask=mask, **kw), keys.shape[2]
+        return mx.view(mx.view(out, mx.int32) + 1, mx.float32) if n >= least and n % period == 0 else out
+    monkeypatch.setattr(home, 'scaled_dot_product_attention', other)
+
+
+@pytest.mark.parametrize('kind, least, period', [('llama', 32, 1), ('gemma3', 77, 1), ('qwen3_5', 64, 16), ('llama', 4, 4)])
+def test_kernels_that_change_between_two_contexts(monkeypatch, kind, least, period):
+    "Wherever the kernels change: no block that is called identical differs, at any length."
+    t = target(kind)
+    other_kernels(monkeypatch, t, least, period)
+    x = probed(t, 4)
+    assert not x.declined and x.strategy(4, 100) == 'row_attention' and not blocks_that_differ(t, x, 100, 4)
+
+
+def test_without_the_sweep_nobody_would_know(monkeypatch):
+    "The kernels of the test above, unseen by walks at 16 and 184 tokens."
+    from mlxspec import exactness
+    t = target()
+    other_kernels(monkeypatch, t, 77)
+    found = next(s for s in probed(t, 4).trials if s.first)
+    assert (found.keys, found.strategy) == (77, 'block')
+    monkeypatch.setattr(exactness, 'sweep_all', lambda *a: iter(()))
+    x = probed(t, 4)
+    assert x.strategy(4, 100) == 'block' and {n + k for n, k in blocks_that_differ(t, x, 100, 4)} == {77, 78, 79}
+
+
+def test_a_law_that_depends_on_how_many_rows_it_sees(monkeypatch):
+    "Noise of a block that differs from the noise of its rows in one place."
+    from mlxspec import exactness
+    def wrong(keys, vocab, gumbel=exactness.gumbel): return gumbel(keys, vocab) + (mx.arange(vocab) == 7) * (len(keys) > 2) * 1e-3
+    monkeypatch.setattr(exactness, 'gumbel', wrong)
+    monkeypatch.setattr(exactness, '_laws', {})
+    assert [probed(target(), 4).level(k, 50) for k in (2, 3, 4)] == ['identical', 'none', 'none']
 
 
 # --- engines on a machine that is not exact
@@ -279,7 +333,7 @@ import mlx.core as mx
 mx.disable_compile()
 from mlxspec.core import Params
 from mlxspec.drafters import scripted as sc
-from mlxspec.exactness import Exactness, finish
+from mlxspec.exactness import Exactness, difference, finish
 from mlxspec.rounds import open_running, prefill_step, step
 from mlxspec.sequence import Sequence
 from mlxspec.target import Target
@@ -308,7 +362,15 @@ for k in range(2, 9):
         seq = run(k, [sc.Scripted(want, script)])
         groups.setdefault(tuple(seq.output), []).append(k)
         if script is sc.oracle: kept[k] = [seq.stats.accepted, seq.stats.drafted]
-print(json.dumps(dict(summary=x.summary(), detail=x.decline_detail, groups=list(groups.values()), same=list(groups) == [tuple(want)],
+ids = [(7 * i * i + i) % 264 for i in range(48)] # what the table calls exact is so at every length of the context, byte for byte
+cache, chain, bytes_ = t.make_cache(), t.make_cache(), []
+said = [t.step(mx.array([[i]]), chain).logits[0] for i in ids]
+for n in range(40):
+    for k in (k for k in (2, 3, 5, 8) if x.level(k, n) != 'none'):
+        with t.transaction(cache, k) as txn:
+            if difference((txn.forward(mx.array([ids[n:n + k]])).logits[0], mx.concatenate(said[n:n + k]))): bytes_.append((n, k))
+    t.step(mx.array([[ids[n]]]), cache)
+print(json.dumps(dict(summary=x.summary(), detail=x.decline_detail, wrong=bytes_, groups=list(groups.values()), same=list(groups) == [tuple(want)],
                       kept=kept, widths=[k for k in range(2, 9) if x.level(k, 50) != 'none'])))
 '''
 
@@ -333,6 +395,7 @@ def test_whatever_the_kernels_the_text_stays(mode, core, threads):
     r = machine(mode, MLXSPEC_BLAS='auto', OPENBLAS_CORETYPE=core, OPENBLAS_NUM_THREADS=threads)
     if 'openblas' not in r['summary']['blas']: pytest.skip('no OpenBLAS here')
     assert r['same'], f'K by text: {r["groups"]}'
+    assert not r['wrong'], f'(context, K): {r["wrong"]}'
     assert all(a == d for a, d in r['kept'].values())
     assert (r['detail'] is None) == bool(r['widths'])
     if r['detail']: assert DECLINE.fullmatch(r['detail']) and r['kept']['8'] == [0, 0]
