@@ -72,32 +72,32 @@ class Cooperative(Serial):
     "Requests take turns, weighted by what their steps cost."
     def __init__(self, count: Count, clock: Callable[[], float] = time.perf_counter): # seconds
         super().__init__(count)
-        self.credit: dict[Seat, float] = {} # seconds
-        self.quantum, self._clock = 0.0, clock
+        self.debt: dict[Seat, float] = {} # seconds
+        self.usual, self._clock = 0.0, clock # running mean of a decode step's time
 
     def admit(self, seat: Seat) -> None:
         super().admit(seat)
-        self.credit[seat] = 0.0
+        self.debt[seat] = 0.0
 
     def drop(self, seat: Seat) -> None:
         super().drop(seat)
-        del self.credit[seat]
+        del self.debt[seat]
 
     def step(self) -> str:
         if len(self.seats) > 1: self._choose()
         seat, t0 = self.seats[0], self._clock()
         lane = self.advance(seat)
         cost = self._clock() - t0
-        if lane in ('plain', 'mtp'): self.quantum = max(cost, self.quantum + 0.2 * (cost - self.quantum))
-        self.credit[seat] = self.credit[seat] - cost if len(self.seats) > 1 else 0.0
-        if self.credit[seat] <= 0: self.seats.rotate(-1)
+        if lane in ('plain', 'mtp'): self.usual += (cost - self.usual) * (0.2 if self.usual else 1.0)
+        self.debt[seat] += cost - self.usual if self.usual and len(self.seats) > 1 else -self.debt[seat]
+        self.seats.rotate(-1)
         return lane
 
     def _choose(self) -> None:
-        "Visit requests in turn, adding to their credit, until one has some."
-        while self.quantum and self.credit[self.seats[0]] <= 0:
-            self.credit[self.seats[0]] += self.quantum
-            if self.credit[self.seats[0]] <= 0: self.seats.rotate(-1)
+        "Bring the next request without debt to the front; the others pay one step each."
+        while self.debt[self.seats[0]] > 0:
+            self.debt[self.seats[0]] -= self.usual
+            self.seats.rotate(-1)
 
 # %% ../nbs/31_lanes.ipynb #de2ab5aa
 class Batched:

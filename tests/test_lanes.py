@@ -40,7 +40,7 @@ K = 4
 ASKS = (dict(shape='bare'), dict(shape='bare', temperature=1.), dict(shape='presence', temperature=.3), dict(shape='logprobs'),
         dict(shape='everything', temperature=1.7), dict(shape='ends'), dict(shape='stop', temperature=1.), dict(shape='repetition'))
 AXES = dict(
-    mode=MODES, kind=('llama', 'gemma3', 'qwen3_5', 'lfm2'), dtype=('float32', 'bfloat16'), drafter=('oracle', 'liar1', 'half', 'silent_every', 'broken', 'oov', 'lookup', 'mtp', 'self'),
+    mode=MODES, kind=('llama', 'gemma3', 'qwen3_5', 'lfm2'), dtype=('float32', 'bfloat16'), drafter=('liar1', 'half', 'broken', 'oov', 'lookup', 'mtp', 'self'),
     n=(1, 2, 3, 4, 8), event=('together', 'one by one', 'cancelled', 'raises', 'not finite'), gate=('force', 'changing'), way=(APART, TOGETHER))
 
 
