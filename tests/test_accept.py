@@ -13,6 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx_lm import sample_utils
 from mlx_lm.models.cache import KVCache
 
 from mlxspec import accept
@@ -300,6 +301,33 @@ def test_log_probabilities_are_those_of_the_tokens_said():
         for e in r.seq.emitted:
             if e.id in dict(e.top): assert dict(e.top)[e.id] == e.logprob
             else: assert e.logprob <= e.top[-1][1]
+
+
+@pytest.mark.parametrize('said', [dict(top_p=.8), dict(top_k=5), dict(min_p=.1), dict(top_p=.9, top_k=6, min_p=.02), dict(top_p=.6, min_p=.3), {}], ids=str)
+@pytest.mark.parametrize('temperature', TEMPERATURES)
+def test_the_distribution_is_mlx_lms(temperature, said):
+    "Filters look at the distribution of temperature 1, in mlx-lm's order, and the temperature comes last."
+    logits = mx.random.normal((40, 30), key=mx.random.key(7)) * 2
+    x = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    if 'top_p' in said: x = sample_utils.apply_top_p(x, said['top_p'])
+    if 'min_p' in said: x = sample_utils.apply_min_p(x, said['min_p'])
+    if 'top_k' in said: x = sample_utils.apply_top_k(x, said['top_k'])
+    want = mx.softmax(x * (1 / temperature), axis=-1)
+    law = Law(Params(temperature=temperature, seed=1, logprobs=0, logprobs_of='processed', **said), 30)
+    got = law.rows(logits, 1)
+    assert mx.abs(mx.exp(got.processed) - want).max().item() < 1e-5 and mx.array_equal(mx.exp(got.processed) > 0, want > 0)
+    assert mx.take_along_axis(want, got.choice[:, None], axis=-1).min().item() > 0
+
+
+@pytest.mark.parametrize('tiny', (1e-3, 1e-30, 1e-44, 5e-324))
+def test_next_to_nothing_is_not_nothing(tiny):
+    "Parameters that are zero in float32: a temperature is the greedy law then, a nucleus the best token."
+    want = Law(Params(), V).rows(TABLE, 1).choice.tolist()
+    for said in (dict(temperature=tiny), dict(temperature=tiny, top_p=.9), dict(temperature=tiny, accept_law='rejection')):
+        assert Law(Params(seed=1, **said), V).rows(TABLE, 1).choice.tolist() == want
+    for said in (dict(top_p=tiny), dict(min_p=1.), dict(top_k=1)):
+        assert Law(Params(temperature=1., seed=1, **said), V).rows(TABLE, 1).choice.tolist() == want
+    assert Law(Params(temperature=1., seed=1, min_p=tiny), V).rows(TABLE, 1).choice.tolist() == Law(Params(temperature=1., seed=1), V).rows(TABLE, 1).choice.tolist()
 
 
 def test_spread_and_draw_agree():
