@@ -268,6 +268,28 @@ def test_a_client_that_leaves_stops_its_job(make, when, stream):
     assert c.post(CHAT, json=HELLO).json()['choices'][0]['message']['content'] == 'ok'
 
 
+@pytest.mark.parametrize('stream', [False, True])
+def test_a_client_that_leaves_while_its_prompt_is_read_leaves_nothing(make, stream):
+    c, go, at = make(threading.Event()), threading.Event(), threading.Event()
+    encode = c.engine.chat.encode
+    def slowly(*args, **kw):
+        at.set()
+        assert go.wait(T)
+        return encode(*args, **kw)
+    c.engine.chat.encode = slowly
+
+    async def scenario():
+        caller = Caller(server.make_app(c.host), HELLO | {'stream': stream, 'n': 3})
+        await until(at.is_set)
+        caller.leave.set()
+        await asyncio.wait_for(caller.task, T)                # nobody waits for the prompt
+        assert c.engine.asked == []
+        go.set()
+        await until(lambda: len(c.engine.asked) == 3 and c.host.jobs == {})
+        assert c.engine.snapshot()['scheduler']['cancelled'] == 3
+    asyncio.run(scenario())
+
+
 def test_a_full_queue_says_when_to_come_back(make):
     never = threading.Event()
     c = make(never, max_queue=2)
