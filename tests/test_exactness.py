@@ -21,7 +21,7 @@ from mlxspec.device import Device
 from mlxspec.engine import Engine
 from mlxspec.exactness import (Difference, Exactness, Table, Trial, answers, decline_sentence, difference, finish, first_contexts, next_trial, not_run,
                                random_ids)
-from mlxspec.strategies import STRATEGIES, row_by_row
+from mlxspec.strategies import STRATEGIES, OneWay, row_by_row
 from mlxspec.target import Target
 from mlxspec.tiny import byte_tokenizer, save_tiny, tiny_model
 
@@ -163,6 +163,23 @@ def test_without_the_sweep_nobody_would_know(monkeypatch):
     monkeypatch.setattr(exactness, 'sweep_all', lambda *a: iter(()))
     x = probed(t, 4)
     assert x.strategy(4, 100) == 'block' and {n + k for n, k in blocks_that_differ(t, x, 100, 4)} == {77, 78, 79}
+
+
+@pytest.mark.parametrize('kind', ('llama', 'gemma3', 'qwen3_5'))
+def test_blocks_are_run_the_way_of_their_own_length(kind):
+    "Strategies change with the context: who asks for one names the tokens that are really in the cache."
+    import harness as h
+    asked = []
+    class Spy(OneWay):
+        def strategy(self, k, kv_len): asked.append((k, kv_len)); return 'row_attention' if kv_len % 2 else 'block'
+        def max_width(self, kv_len, at_most): asked.append((0, kv_len)); return at_most
+    t = target(kind)
+    t.ways, ids = Spy(), h.Case(kind).ids
+    want = h.run(h.target(kind), ids).output
+    r = h.run(t, ids, 4, [h.drafter('liar1', t, want)])
+    assert r.output == want and r.stats.rounds
+    rounds = [n for k, n in asked if k > 1]
+    assert rounds == [*range(len(ids) - 1, len(ids) - 1 + 2 * len(rounds), 2)] and {n for k, n in asked if k == 0} == set(rounds)
 
 
 def test_a_law_that_depends_on_how_many_rows_it_sees(monkeypatch):
