@@ -25,7 +25,7 @@ from .cache import WindowCache, is_recurrent, leaves
 from .config import Settings
 from .device import Device
 from .hints import canonical, fingerprint, hint_dir
-from .pairing import kernels, weights_fingerprint
+from .pairing import kernels, memo_file, weights_fingerprint
 from .rounds import Running
 from .scheduler import ModelWorkScheduler
 from .shelf import LEAST, Record, Shelf, chunk_ends, shared
@@ -67,7 +67,7 @@ def thaw(entry: Any, state: Any, rows: int) -> None: # rows: that the whole cach
         entry.offset = rows
 
 # %% ../nbs/32_prefix.ipynb #7d0e5895
-READ, TAIL, PIECES = 288, 32, (1, 2, 5, 16) # tokens of the text, and of its end that is read in pieces of these sizes
+READ, TAIL, PIECES = 288, 16, (1, 3, 8) # tokens of the text, and of its end that is read in pieces of these sizes
 
 def spans(n: int, tail: int, piece: int) -> list[tuple[int, int]]:
     "A text of n tokens: the beginning at once, the last `tail` tokens in pieces."
@@ -180,12 +180,16 @@ class PrefixStore:
                  persist: Callable = lambda fn, *args, **options: None,
                  disk: int = 0, root: Path | None = None, # bytes, and where `prefix/` is
                  about: dict | None = None, # what a file must have been made for
+                 memo: Any = None, # MemoFile of the measurement; None: measured every time
+                 closing: Callable[[], bool] = lambda: False, # the end is near: measure nothing
                  special: frozenset[int] = frozenset(), # token ids that begin or end messages
                  least: int = LEAST, chunk: int = 2048): # tokens
         entries = entries_of(target.make_cache())
         self.target, self.shelf, self.on = target, Shelf(budget), budget > 0 and all(map(can_freeze, entries))
         self.whole, self.special, self.least, self.chunk = all(map(by_rows, entries)), special, least, chunk
-        self.free, self.measured = False, False
+        known = memo.load() if memo and self.on else None
+        self.free, self.measured, self._memo, self._closing = bool(known and known.get('free')), known is not None, memo, closing
+        self._measuring = False
         self._postcommit, self._persist, self._about, self._disk = postcommit, persist, about or {}, disk if self.on else 0
         self.root = root or Path()
         self.folder = self.root / hashlib.sha256(canonical(self._about)).hexdigest()[:16]
@@ -200,7 +204,7 @@ class PrefixStore:
 
     def settle(self, r: Record) -> Iterator[None]:
         "Post-commit: copy a record to its exact size, and have it written."
-        if not self.measured: yield from self._measure()
+        if not self.measured and not self._measuring: yield from self._measure()
         if self.shelf.records.get(r.line) is not r: return
         s, seen = r.payload, {}
         def exact(a: Any) -> Any: # an array that several marks share is copied once
@@ -216,8 +220,13 @@ class PrefixStore:
         if self._disk: self._persist(self.write, r, coalesce_key=('prefix', r.line), pinned_bytes=r.nbytes)
 
     def _measure(self) -> Iterator[None]:
-        self.measured = True
-        self.free = not (yield from chunks_matter(self.target))
+        self._measuring, steps = True, chunks_matter(self.target)
+        while not self.measured and not self._closing():
+            try: yield next(steps)
+            except StopIteration as e:
+                self.free, self.measured = not e.value, True
+                if self._memo: self._memo.save(dict(free=self.free))
+        self._measuring = False
 
     def write(self, r: Record) -> Iterator[None]:
         "Persistence: write a record, and keep all files within the budget."
@@ -270,6 +279,7 @@ def prefix_store(target: Target, drafters: tuple, machine: Device, s: Settings, 
     disk = s.prefix_disk_bytes if s.prefix_cache_bytes else 0
     return PrefixStore(target, s.prefix_cache_bytes, scheduler.submit_idle_postcommit, scheduler.submit_idle_persistence, disk,
                        hint_dir(s.cache_dir, 'prefix'), about_files(target, drafters, machine, s) if disk else None,
+                       memo_file(target, machine, 1, s, 'chunks') if s.prefix_cache_bytes else None, lambda: scheduler.closing,
                        special_ids(target.tokenizer), chunk=s.prefill_chunk_tokens)
 
 def about_files(target: Target, drafters: tuple, machine: Device, s: Settings) -> dict:

@@ -260,6 +260,8 @@ class ModelWorkScheduler:
     @property
     def alive(self) -> bool: return not self._desk.dead and self._desk.pid == os.getpid()
     @property
+    def closing(self) -> bool: return self._desk.closing # what is idle should come to its end
+    @property
     def ready(self) -> bool: return self._dog.ready()
     @property
     def keepalive_state(self) -> dict: return self.snapshot()['keepalive']

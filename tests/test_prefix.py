@@ -1,0 +1,312 @@
+"""The prefix store: an answer that begins with remembered state is the answer of a fresh server, for every cache kind and drafter,
+and nothing that happens to the files can change that. (How it works is told in nbs/31_shelf.ipynb, 31_prefix_files and 32_prefix.)"""
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from harness import drafter, rebuilt, target
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxspec import prefix_files as files
+from mlxspec.cache import leaves
+from mlxspec.core import Params
+from mlxspec.engine import Engine
+from mlxspec.prefix import PrefixStore, thaw
+from mlxspec.rounds import open_running, prefill_step, step
+from mlxspec.sequence import Sequence
+from mlxspec.shelf import Record, Shelf, chunk_ends, shared, usable
+from mlxspec.target import entries_of
+from mlxspec.text import TextStream
+
+pytestmark = pytest.mark.usefixtures('quiet')
+KINDS = 'llama', 'gemma3', 'qwen3_5', 'lfm2' # rows; windows and rows; running states and rows; convolutions and rows
+
+
+def finish(steps):
+    "Run a generator to its end."
+    while True:
+        try: next(steps)
+        except StopIteration as e: return e.value
+
+
+class Bench:
+    "A store, and somebody who does its idle work by hand."
+    def __init__(self, t, free=None, **options):
+        self.idle, self.t = [], t
+        later = lambda fn, *args, **_: self.idle.append((fn, args))
+        options = dict(budget=1 << 22, special=frozenset({0}), least=8) | options
+        self.store = PrefixStore(t, postcommit=later, persist=later, **options)
+        if free is not None: self.store.free, self.store.measured = free, True
+
+    def rest(self):
+        while self.idle:
+            fn, args = self.idle.pop(0)
+            finish(fn(*args))
+
+    def ask(self, prompt, drafters=(), k=1, chunk=64, keep=True, ends=(), **params):
+        p = Params(**dict(max_tokens=7, seed=5) | params)
+        seq = Sequence(list(prompt), p, TextStream(self.t.tokenizer.detokenizer, p.stop), frozenset(ends))
+        run = open_running(self.t, seq, drafters)
+        visit = self.store.visit(run)
+        read = False
+        while not read:
+            read = prefill_step(self.t, run, visit.chunk(chunk))
+            visit.mark()
+        while not seq.finish: step(self.t, run, k)
+        if keep: visit.keep()
+        for g in run.guests: g.close()
+        return seq
+
+    def talk(self, turns, idle=True, **options):
+        prompt, out = [], []
+        for i in range(turns):
+            prompt = prompt + [0, *range(40 + i, 60 + i)]
+            seq = self.ask(prompt, **options)
+            out.append(seq)
+            prompt = list(seq.tokens)
+            if idle: self.rest()
+        return out
+
+
+def outputs(seqs): return [s.output for s in seqs]
+
+
+def fresh(t, seqs, **options):
+    "The same prompts, each on a store of its own."
+    return [Bench(t).ask(s.tokens[:s.prompt_len], **options).output for s in seqs]
+
+
+@pytest.mark.parametrize('free', [False, True])
+@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_five_turns_warm_equal_cold(kind, dtype, free):
+    t = target(kind, dtype)
+    for i, temperature in enumerate((0., 1.)):
+        seqs = Bench(t, free).talk(5, idle=i == 0, temperature=temperature)
+        assert outputs(seqs) == fresh(t, seqs, temperature=temperature)
+        hits = [s.stats.cached_tokens for s in seqs]
+        # chunk ends of a prompt before, or all of it
+        assert hits[0] == 0 and all(a < b for a, b in zip(hits[1:], hits[2:], strict=False)) and hits[-1] > 60
+        if free: assert hits[-1] == len(seqs[-2].tokens) - 1 or hits[-1] == len(seqs[-2].tokens)
+
+
+@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('name', ['oracle', 'half', 'lookup', 'mtp'])
+def test_with_drafters(kind, name):
+    if name == 'mtp' and kind not in ('llama', 'qwen3_5'): pytest.skip('heads are tried on two kinds')
+    t, plain = target(kind), Bench(target(kind), True).talk(4)
+    b = Bench(t, True)
+    for want in plain:
+        d = drafter(name, t, want.output)
+        seq = b.ask(want.tokens[:want.prompt_len], [d], k=4)
+        assert seq.output == want.output
+        b.rest()
+    assert seq.stats.cached_tokens > 40
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_a_stop_inside_an_accepted_block_cuts_the_state_too(kind):
+    t = target(kind)
+    plain = Bench(t).ask(range(30, 60), max_tokens=12)
+    for cut in range(1, 7):
+        b = Bench(t, True)
+        seq = b.ask(range(30, 60), [drafter('oracle', t, plain.output)], k=6, max_tokens=12, ends=[plain.output[cut]])
+        (r,) = b.store.shelf.records.values()
+        assert seq.finish == 'stop' and list(r.tokens) == seq.tokens[:len(r.tokens)] and len(r.tokens) <= len(seq.tokens)
+        cache = t.make_cache()
+        for e, s in zip(entries_of(cache), r.payload.at(len(r.tokens)), strict=True): thaw(e, s, len(r.tokens))
+        mine, want = [a for c in cache for a in leaves(c)], rebuilt(t, r.tokens.tolist())
+        assert all(x.shape == y.shape and mx.allclose(x, y, atol=1e-5).item() for x, y in zip(mine, want, strict=True))
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_prompts_that_share_a_beginning_keep_their_answers(kind):
+    t, system = target(kind), [0, *range(50, 75)]
+    prompts = [system + [0, *range(100 + 9 * i, 109 + 9 * i)] for i in range(3)]
+    want, b = [Bench(t).ask(p).output for p in prompts], Bench(t, False)
+    for turn in range(5):
+        for p, w in zip(prompts, want, strict=True):
+            seq = b.ask(p)
+            assert seq.output == w
+            assert seq.stats.cached_tokens == (len(p) - 1 if turn else 26 * (p is not prompts[0]))
+        if turn % 2: b.rest()
+
+
+def test_a_drafter_that_was_not_there_is_not_left_without_its_state():
+    t = target('qwen3_5')
+    b, head, prompt = Bench(t, True), drafter('mtp', t, []), list(range(30, 60))
+    b.ask(prompt)
+    seq = b.ask(prompt, [head], k=3)
+    assert (seq.stats.prefix, seq.stats.cached_tokens) == ('no_drafter_state', 0)
+    assert b.ask(prompt, [head], k=3).stats.cached_tokens == b.ask(prompt).stats.cached_tokens == 29
+
+
+def test_what_has_no_numbers_is_not_kept():
+    t, b = target('llama'), Bench(target('llama'))
+    seq = Sequence(list(range(30, 50)), Params(max_tokens=3), TextStream(t.tokenizer.detokenizer, ()), frozenset())
+    run = open_running(t, seq)
+    visit = b.store.visit(run)
+    seq.stats.reasons['not_finite'] += 1
+    visit.keep()
+    assert not b.store.shelf.records and not b.idle
+
+
+@settings(max_examples=30, derandomize=True, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6), st.integers(1, 40)), max_size=30))
+def test_the_budget_holds_and_what_is_used_stays(ops):
+    shelf = Shelf(100)
+    for line, tokens, size in ops:
+        ids = np.arange(tokens + 2, dtype=np.int32)
+        shelf.put(Record(ids, (), 1, len(ids), frozenset(), True, frozenset(), str(line), size))
+        assert shelf.nbytes <= 100 and list(shelf.records)[-1] == str(line)
+        r, rows, _ = shelf.find(ids, [], frozenset(), True)
+        assert r and list(shelf.records)[-1] == r.line and rows == len(ids) - 1
+
+
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(st.lists(st.integers(0, 4), max_size=80), st.lists(st.integers(0, 4), max_size=80), st.integers(1, 9), st.integers(9, 20))
+def test_chunk_ends_depend_on_what_is_before_them(a, b, least, most):
+    special, n = frozenset({0}), shared(np.array(a, np.int32), np.array(b, np.int32))
+    ea, eb = (chunk_ends(x, special, least, most) for x in (a, b))
+    assert [e for e in ea if e < n] == [e for e in eb if e < n]
+    for x, e in ((a, ea), (b, eb)):
+        gaps = np.diff([0, *e, len(x)])
+        assert all(gaps[:-1] >= least) and all(gaps <= most)
+    r = Record(np.array(a, np.int32), tuple(ea), len(a), len(a), frozenset(), True, frozenset(), '', 0)
+    assert usable(r, np.array(b, np.int32), eb, False) <= min(n, max(0, len(b) - 1))
+
+
+# ---- files
+
+def disk(t, root, **options): return Bench(t, disk=1 << 22, root=Path(root), **options)
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_another_process_goes_on(kind, tmp_path):
+    t = target(kind)
+    b = disk(t, tmp_path, free=True)
+    b.rest()
+    seqs = b.talk(3)
+    assert len(list(tmp_path.rglob('*.safetensors'))) == 1     # of one conversation
+    b = disk(t, tmp_path, free=True)
+    b.rest()
+    prompt = seqs[-1].tokens + [0, 7, 8, 9]
+    seq = b.ask(prompt)
+    assert seq.stats.cached_tokens >= len(seqs[-1].tokens) - 1 and seq.output == Bench(t).ask(prompt).output
+
+
+def test_other_models_files_are_left_alone_and_bad_ones_moved_aside(tmp_path):
+    t = target('llama')
+    b = disk(t, tmp_path, about=dict(model='a'))
+    b.talk(1)
+    (good,) = tmp_path.rglob('*.safetensors')
+    data = good.read_bytes()
+    other = disk(t, tmp_path, about=dict(model='b'))
+    other.rest()
+    assert not other.store.shelf.records and good.exists()
+    for i, bad in enumerate((data[:100], data[:-9], b'', b'\xff' * 99, data[:-50] + b'!' + data[-49:], data.replace(b'\\"a', b'\\"c'))):
+        good.with_stem(f'bad{i}').write_bytes(bad)
+    (good.parent / 'notes.txt').write_text('not ours')
+    b = disk(t, tmp_path, about=dict(model='a'))
+    b.rest()
+    assert list(b.store.shelf.records) == [good.stem]
+    assert sorted(p.name for p in good.parent.iterdir()) == sorted([good.name, 'notes.txt', *(f'bad{i}.bad' for i in range(6))])
+
+
+def test_the_disk_budget_holds(tmp_path):
+    t, b = target('llama'), disk(target('llama'), tmp_path)
+    size = 0
+    for i in range(6):
+        b.ask([0, *range(30 + 9 * i, 60 + 9 * i)])
+        b.rest()
+        size = size or sum(p.stat().st_size for p in tmp_path.rglob('*.safetensors'))
+        b.store._disk = int(3.5 * size)
+    left = list(tmp_path.rglob('*.safetensors'))
+    assert len(left) == 3 and t
+
+
+def test_a_full_disk_is_no_fault_of_the_request(tmp_path, monkeypatch):
+    def full(*args): raise OSError(28, 'No space left on device')
+    b = disk(target('llama'), tmp_path)
+    monkeypatch.setattr(files.os, 'fsync', full)
+    assert b.talk(2)[1].stats.cached_tokens
+    assert not [p for p in tmp_path.rglob('*') if p.is_file()]
+
+
+WRITER = '''
+import sys, mlx.core as mx
+from pathlib import Path
+from mlxspec import prefix_files as files
+files.PIECE = 1 << 14
+for n in range(10**6):
+    for name in ("a", "b"):
+        for _ in files.write(Path(sys.argv[1])/"fp"/f"{name}.safetensors", dict(n=n, x=mx.full((1 << 18,), float(n))), dict(model="m")): pass
+        print(name, n, flush=True)
+'''
+
+
+def test_a_kill_while_writing_loses_at_most_that_entry(tmp_path):
+    rng, told = random.Random(3), dict(a=-1, b=-1)
+    for _ in range(4):
+        p = subprocess.Popen([sys.executable, '-c', WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=dict(os.environ))
+        lines = [p.stdout.readline()]
+        time.sleep(rng.random() * .2)
+        p.kill()
+        lines += p.stdout.read().splitlines()
+        p.wait()
+        for line in lines:
+            if len(words := line.split()) == 2: told[words[0]] = int(words[1])
+        for path in files.newest_first(tmp_path / 'fp'):
+            v = finish(files.read(path, dict(model='m')))      # whole, whatever happened
+            assert v['n'] >= told[path.stem] or v['n'] >= 0 and told[path.stem] >= 0
+            assert mx.all(v['x'] == v['n']).item() and v['x'].shape == (1 << 18,)
+        assert not list((tmp_path / 'fp').glob('.*'))
+    assert told['a'] >= 0
+
+
+# ---- the engine
+
+TURNS = 'Count from 1 to 5.', 'Spell the word garden.', 'What day comes after Monday?', 'Copy this: red green blue red green.', 'Count from 7 to 12.'
+
+
+def converse(engine, wait=False, **params):
+    messages, out = [], []
+    for t in TURNS:
+        messages.append(dict(role='user', content=t))
+        out.append(engine.generate(messages, max_tokens=24, **params))
+        messages.append(dict(role='assistant', content=out[-1].text))
+        if wait:
+            while not engine.snapshot()['prefix']['cut']: time.sleep(.01)
+    return out
+
+
+def test_the_demo_pair_with_its_head(tmp_path):
+    options = dict(cache_dir=str(tmp_path), mtp_gate='force', idle_grace_s=0.)
+    with Engine.load(**options, prefix_cache_bytes=0) as e: cold = converse(e)
+    with Engine.load(**options, prefix_disk_bytes=1 << 26) as e: warm = converse(e, wait=True)
+    with Engine.load(**options, prefix_disk_bytes=1 << 26) as e:
+        while not e.snapshot()['prefix']['entries']: time.sleep(.01)
+        again = converse(e)
+    for run in (warm, again): assert [[t.id for t in r.tokens] for r in run] == [[t.id for t in r.tokens] for r in cold]
+    assert all(r.stats.cached_tokens == 0 and r.stats.prefix is None for r in cold)
+    assert warm[0].stats.prefix == 'no_match' and all(r.stats.cached_tokens > 0 for r in (*warm[1:], *again))
+    drafts = lambda rs: sum(r.stats.accepted for r in rs) / sum(r.stats.drafted for r in rs)
+    assert abs(drafts(warm) - drafts(cold)) < .1 # the drafters know what came before, too
+
+
+def test_cancelled_and_failed_requests_leave_nothing(tmp_path):
+    with Engine.load(cache_dir=str(tmp_path), drafter='none') as e:
+        stream = e.stream('Count from 1 to 90.', max_tokens=200)
+        next(stream)
+        stream.close()
+        def broken(chunk): raise ValueError('the listener failed')
+        job = e.submit(e.encode('Count from 1 to 90.'), Params(max_tokens=9), broken)
+        assert job.future.exception(20) is not None
+        assert e.snapshot()['prefix']['entries'] == 0
