@@ -4,6 +4,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from hypothesis import strategies as st
 
 from mlxspec import prefix_files as files
 from mlxspec.cache import leaves
-from mlxspec.core import Params
+from mlxspec.config import MODES
+from mlxspec.core import Cancelled, Params
 from mlxspec.engine import Engine
 from mlxspec.prefix import PrefixStore, thaw
 from mlxspec.rounds import open_running, prefill_step, step
@@ -24,6 +26,7 @@ from mlxspec.sequence import Sequence
 from mlxspec.shelf import Record, Shelf, chunk_ends, shared, usable
 from mlxspec.target import entries_of
 from mlxspec.text import TextStream
+from mlxspec.tiny import byte_tokenizer, tiny_model
 
 pytestmark = pytest.mark.usefixtures('quiet')
 KINDS = 'llama', 'gemma3', 'qwen3_5', 'lfm2' # rows; windows and rows; running states and rows; convolutions and rows
@@ -303,10 +306,33 @@ def test_the_demo_pair_with_its_head(tmp_path):
 
 def test_cancelled_and_failed_requests_leave_nothing(tmp_path):
     with Engine.load(cache_dir=str(tmp_path), drafter='none') as e:
-        stream = e.stream('Count from 1 to 90.', max_tokens=200)
-        next(stream)
-        stream.close()
+        jobs, submitted = [], threading.Event()
+        def leave(chunk): # after the first token
+            submitted.wait(20)
+            jobs[0].cancel()
+        jobs.append(e.submit(e.encode('Count from 1 to 90.'), Params(max_tokens=200, ignore_eos=True), leave))
+        submitted.set()
+        assert isinstance(jobs[0].future.exception(20), Cancelled)
         def broken(chunk): raise ValueError('the listener failed')
         job = e.submit(e.encode('Count from 1 to 90.'), Params(max_tokens=9), broken)
         assert job.future.exception(20) is not None
         assert e.snapshot()['prefix']['entries'] == 0
+
+
+@pytest.mark.parametrize('mode,kind', zip(MODES, ['llama', 'qwen3_5'] * 3, strict=True))
+def test_every_mode_begins_with_what_was_read(mode, kind, tmp_path):
+    system = [257, *(i * 7 % 250 for i in range(300))]
+    prompts = [system + [257, *[40 + i] * (3 + i)] for i in range(5)]
+    def ask(engine):
+        jobs = [engine.submit(p, Params(max_tokens=12, ignore_eos=True)) for p in prompts]
+        return [j.future.result(60) for j in jobs]
+    def engine(**options):
+        return Engine.from_model(tiny_model(kind, mx.bfloat16), byte_tokenizer(), cache_dir=str(tmp_path), drafter='lookup', **options)
+    with engine(prefix_cache_bytes=0) as e: cold = [r.text for r in ask(e)]
+    with engine(scheduler_mode=mode, max_active_requests=4, prefix_cache_bytes=1 << 20, idle_grace_s=.01) as e:
+        e.submit(system + [257, 9], Params(max_tokens=3)).future.result(60)
+        for _ in range(2):
+            warm = ask(e)
+            assert [r.text for r in warm] == cold
+        assert all(r.stats.cached_tokens >= 256 for r in warm)
+        assert e.snapshot()['prefix']['bytes'] <= 1 << 20
