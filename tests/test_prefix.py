@@ -319,7 +319,7 @@ def test_cancelled_and_failed_requests_leave_nothing(tmp_path):
         assert e.snapshot()['prefix']['entries'] == 0
 
 
-@pytest.mark.parametrize('mode,kind', zip(MODES, ['llama', 'qwen3_5'] * 3, strict=True))
+@pytest.mark.parametrize('mode,kind', list(zip(MODES, ['llama', 'qwen3_5'] * 3, strict=True)))
 def test_every_mode_begins_with_what_was_read(mode, kind, tmp_path):
     system = [257, *(i * 7 % 250 for i in range(300))]
     prompts = [system + [257, *[40 + i] * (3 + i)] for i in range(5)]
