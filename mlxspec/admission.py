@@ -15,11 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from .config import Settings
 from .core import Cancelled, MlxspecError, RequestError
 
 # %% auto #0
-__all__ = ['Waits', 'Drain', 'queue_full', 'queue_timeout', 'shutting_down', 'Waiting', 'Admission', 'room_for']
+__all__ = ['Waits', 'Drain', 'queue_full', 'queue_timeout', 'shutting_down', 'Waiting', 'Admission']
 
 # %% ../nbs/30_admission.ipynb #57c38287
 @dataclass(eq=False)
@@ -146,9 +145,3 @@ class Admission:
         with self._lock:
             return dict(waiting=len(self._waiting), active=len(self._active), max_queue=self.max_queue, max_active=self.max_active,
                         waits=self.waits.summary())
-
-# %% ../nbs/30_admission.ipynb #519ff5b0
-def room_for(s: Settings, gone: Callable[[Any], bool] = lambda request: False, # whether a request was withdrawn
-            ) -> Admission:
-    "A room as the options say."
-    return Admission(s.max_active_requests, s.max_queue, s.queue_timeout_s, gone)

@@ -192,7 +192,7 @@ def law_differs(rows: mx.array, # [k, V]
             assert r.processed is not None
             return r.logprobs, r.processed, noise
         alone = [said(rows[i:i + 1], i) for i in range(k)]
-        _laws[key] = difference(*((a, mx.concatenate(b)) for a, b in zip(said(rows, 0), zip(*alone, strict=True), strict=True)))
+        _laws[key] = difference(*((a, mx.concatenate(list(b))) for a, b in zip(said(rows, 0), zip(*alone, strict=True), strict=True)))
     return _laws[key]
 
 def writes_differ(stage: Stage, k: int, # rows of a block that has just run

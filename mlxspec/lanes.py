@@ -19,7 +19,6 @@ from .answer import Plan, Request, Seat, decode_step
 from .bands import Stepper, settle
 from .batch import Unit, unit_step
 from .company import Abilities, Company
-from .config import MODES, SHARED
 from .core import Cancelled, ConfigError
 from .hyper import MOST, branch_step
 from .target import Target
