@@ -151,7 +151,9 @@ class Settings:
     api_key_file: Path | None = option(None, 'file whose first line is the key that clients must send', ('serve',))
     trusted_host: str | None = option(None, 'more Host names to answer, comma-separated', ('serve',))
     allow_origin: str | None = option(None, 'web pages that may ask, comma-separated, such as https://my.page', ('serve',))
-    max_body: int = option(2 << 20, 'most bytes of a request', ('serve',), lo=1024)
+    metrics_prefix: str = option('mlxspec', 'first word of the names in /metrics', ('serve',), choices=('mlxspec', 'vllm'))
+    warm_up: bool = option(True, 'compute a few tokens before the first request', ('serve',))
+    max_body: int = option(2 << 20, 'most bytes of a request', ('serve',), lo=1)
     max_active_requests: int | None = option(None, 'requests active at the same time (8 in the modes that share; in serial and hyper one is, and the others queue)',
                                              ('serve',), lo=1)
     max_queue: int = option(32, 'requests that may wait behind the active ones; more are refused with 429', ('serve',), lo=0)

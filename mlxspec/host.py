@@ -14,19 +14,19 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from .access import Access
-from .core import Cancelled, MlxspecError, Params, RequestError
+from .core import Cancelled, Chunk, MlxspecError, Params, RequestError
 from .errors import Code, later, told
 from .feed import PING, Feed, Item, steps
+from .metrics import Ledger
 from .scheduler import OwnerStopped
 from .wire import Head, Response, frame, to_params, together
 
 # %% auto #0
-__all__ = ['Host', 'loaded', 'unavailable', 'check_model', 'Turn', 'open_turn', 'submit', 'submit_all', 'admit', 'honest',
-           'whole', 'begin', 'events', 'fingerprint']
+__all__ = ['Host', 'loaded', 'unavailable', 'check_model', 'Turn', 'open_turn', 'submit', 'submit_all', 'admit', 'enter',
+           'honest', 'whole', 'begin', 'events', 'fingerprint']
 
 # %% ../nbs/41_host.ipynb #4c5c3cf9
 @dataclass(eq=False)
@@ -44,6 +44,7 @@ class Host:
     now: Callable[[], float] = time.time    # Unix time, seconds
     hang_up: Callable[[str], object] = lambda request_id: None # cuts a connection
     stopping: bool = False
+    ledger: Ledger = field(default_factory=Ledger) # for /metrics
     jobs: dict[Future, Any] = field(default_factory=dict) # not ended yet, by their futures
 
     @property
@@ -105,9 +106,15 @@ def open_turn(host: Host, req: Any, prompts: list[list[int]], feed: Feed) -> Tur
 def submit(host: Host, turn: Turn, prompt: list[int], params: Params) -> None:
     "One choice to the engine."
     index, feed = len(turn.jobs), turn.feed
-    job = host.engine.submit(prompt, params, partial(feed.put, index))
+    entry = host.ledger.open()
+    def out(chunk: Chunk):
+        entry.step(chunk)
+        feed.put(index, chunk)
+    job = host.engine.submit(prompt, params, out)
+    entry.stats = job.stats
     turn.jobs.append(job)
     host.jobs[job.future] = job
+    job.future.add_done_callback(entry.end)
     job.future.add_done_callback(lambda f: (feed.post(host.jobs.pop, f, None), feed.put(index, f)))
     if turn.over: job.cancel()
 
@@ -138,6 +145,13 @@ async def admit(host: Host, req: Any) -> Turn: # req: a ChatRequest or a Complet
         for t in hold: t.cancel()
         raise
 
+async def enter(host: Host, req: Any) -> Turn:
+    "The same, and a refusal is counted."
+    try: return await admit(host, req)
+    except MlxspecError as e:
+        host.ledger.refused(e)
+        raise
+
 # %% ../nbs/41_host.ipynb #3300124d
 def honest(host: Host, e: BaseException) -> BaseException:
     "The error as the client should understand it."
@@ -145,7 +159,7 @@ def honest(host: Host, e: BaseException) -> BaseException:
 
 async def whole(host: Host, req: Any) -> dict:
     "The answer as one body."
-    turn = await admit(host, req)
+    turn = await enter(host, req)
     try:
         async for what in steps(turn.feed, len(turn.jobs)):
             if what and what[1]: turn.response.choices[what[0]].add(what[1])
@@ -156,7 +170,7 @@ async def whole(host: Host, req: Any) -> dict:
 # %% ../nbs/41_host.ipynb #a94ccba0
 async def begin(host: Host, req: Any) -> tuple[Turn, Item | None]:
     "Admit, and wait for the first token, or as long as the grace."
-    turn = await admit(host, req)
+    turn = await enter(host, req)
     try:
         first = await turn.feed.get(host.grace_s)
         if first and isinstance(first[1], Future): first[1].result()

@@ -12,9 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.responses import JSONResponse, Response
 
 from .access import knows
+from .core import RequestError
 from .edge import Edge, receive_body
 from .errors import HANDLERS, told
 from .feed import EventResponse, unless_gone
@@ -27,8 +29,8 @@ from .wire_completions import (DetokenizeRequest, TokenizeRequest, detokenize, r
 
 # %% auto #0
 __all__ = ['host_of', 'id_of', 'LARGE', 'router', 'body_of', 'answer', 'chat_completions', 'completions', 'model_card', 'models',
-           'model', 'with_tokenizer', 'tokenize_', 'detokenize_', 'policy', 'mtp_policy', 'health', 'live', 'ready',
-           'make_app']
+           'model', 'with_tokenizer', 'tokenize_', 'detokenize_', 'policy', 'mtp_policy', 'health', 'metrics', 'live',
+           'ready', 'make_app']
 
 # %% ../nbs/41_server.ipynb #f03692d8
 host_of: Callable[[Request], Host] = lambda request: request.app.state.host
@@ -46,8 +48,11 @@ router = APIRouter()
 
 async def answer(request: Request, read: Callable[[dict], Shared]) -> Response:
     "Answer a request for text, with one body or with a stream."
-    host, body = host_of(request), await body_of(request)
-    req = read(body)
+    host = host_of(request)
+    try: req = read(body := await body_of(request))
+    except RequestError as e:
+        host.ledger.refused(e)
+        raise
     headers = {'x-mlxspec-ignored': names} if (names := ignored(type(req), body)) else {}
     if not req.stream: return JSONResponse(await unless_gone(request, whole(host, req)), headers=headers)
     turn, first = await unless_gone(request, begin(host, req))
@@ -109,6 +114,11 @@ async def health(request: Request) -> Response:
     if not more: return JSONResponse({'status': 'ok'})
     view = {'mtp_policy': policy(host).health()}
     return JSONResponse({'status': 'ok', **host.engine.snapshot(), 'observability': view})
+
+@router.get('/metrics')
+async def metrics(request: Request) -> Response:
+    host = host_of(request)
+    return Response(host.ledger.text(host.engine), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 @router.get('/health/live')
 async def live() -> dict: return {'status': 'ok'}

@@ -26,15 +26,16 @@ import uvicorn
 from .access import LOCAL, Access, digest
 from .config import Settings
 from .connection import MAX_CONNECTIONS, Connection
-from .core import ConfigError, ModelError, PortBusy
+from .core import ConfigError, ModelError, Params, PortBusy
 from .edge import Edge
 from .host import Host, fingerprint
+from .metrics import Ledger
 from .scheduler import OwnerStopped
 from .server import make_app
 
 # %% auto #0
 __all__ = ['DRAIN_S', 'HURRY_S', 'LINGER_S', 'check_model_path', 'listen', 'url_of', 'is_local', 'key_of', 'access_of',
-           'file_limit', 'Server', 'Discreet', 'start_log', 'load_model', 'load_engine', 'serve']
+           'file_limit', 'Server', 'Discreet', 'start_log', 'load_model', 'warm', 'load_engine', 'serve']
 
 # %% ../nbs/42_serving.ipynb #78eb023d
 def check_model_path(model: str | None) -> None:
@@ -168,11 +169,17 @@ def load_model(settings: Settings) -> Any: # an Engine
     from mlxspec.engine import Engine
     return Engine.load(settings=settings)
 
+def warm(engine: Any) -> None:
+    "Two plain tokens, so that the first request does not wait for kernels to be compiled. No policy learns from them."
+    engine.submit([0], Params(max_tokens=2, speculate=False, ignore_eos=True), lambda chunk: None).future.result()
+
 def load_engine(server: Server, settings: Settings, load: Callable[[Settings], Any],
                 where: str) -> None: # base URL
     "Load, then say where the server is; a failure stops the server."
     host = server.host
-    try: engine = load(settings)
+    try:
+        engine = load(settings)
+        if settings.warm_up: warm(engine)
     except BaseException as e: # `serve` raises it again, on the main thread
         server.failures.append(e)
         server.should_exit = True
@@ -188,7 +195,7 @@ def serve(settings: Settings, load: Callable[[Settings], Any] = load_model) -> N
     check_model_path(settings.model)
     access, sock = access_of(settings), listen(settings.host, settings.port)
     host = Host(served_name=settings.served_model_name, make_params=settings.params, access=access, max_body=settings.max_body,
-                max_queue=settings.max_queue, grace_s=settings.stream_grace_s)
+                max_queue=settings.max_queue, grace_s=settings.stream_grace_s, ledger=Ledger(settings.metrics_prefix))
     server = Server(make_app(host), host, settings.log_level)
     loader = threading.Thread(target=load_engine, args=(server, settings, load, url_of(sock)), daemon=True)
     try:

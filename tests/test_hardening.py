@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 OBEDIENT = Path(__file__).parent.parent/'tools'/'obedient.py'
 T = 30  # seconds after which a wait counts as a hang
@@ -376,3 +377,34 @@ def test_without_a_key_it_stays_at_home(tmp_path):
     (tmp_path/'key').write_text('\n')
     assert 'empty' in refused('--api-key-file', str(tmp_path/'key'))
     assert 'MLXSPEC_API_KEY' in refused('--api-key', KEY) and KEY not in refused('--api-key', KEY)
+
+
+# --- what is counted
+
+def scrape(c):
+    "All samples of /metrics by name, and of each name by label."
+    status, headers, body = c.ask('GET', '/metrics')
+    assert status == 200 and headers['content-type'].startswith('text/plain')
+    found = {}
+    for family in text_string_to_metric_families(body.decode()):
+        for x in family.samples: found.setdefault(x.name.removeprefix('mlxspec:'), {})[tuple(x.labels.values())] = x.value
+    return found
+
+
+def grown(c, name, *label):
+    "A function that says how much a counter has grown."
+    value = lambda: scrape(c).get(name, {}).get(label, 0)
+    before = value()
+    return lambda: value() - before
+
+
+def test_what_happens_is_counted(c):
+    good, bad, gone = grown(c, 'request_success_total', 'stop'), grown(c, 'request_failure_total', 'engine_error'), grown(c, 'request_cancelled_total', 'decode')
+    refused, tokens = grown(c, 'request_failure_total', 'invalid_json'), grown(c, 'generation_tokens_total')
+    c.good(), c.ask(body=chat('fail')), c.ask(body=b'{'), a_stream(c).close()
+    until(lambda: gone() == 1)
+    assert (good(), bad(), refused()) == (1, 1, 1) and tokens() >= len('hello7.')
+    m = scrape(c)
+    assert m['time_to_first_token_seconds_bucket'][('+Inf',)] == m['time_to_first_token_seconds_count'][()] > 0
+    assert m['num_requests_running'][()] == m['num_requests_waiting'][()] == 0 and m['owner_thread_heartbeat_age_seconds'][()] < T
+    assert sum(m['spec_gate_mode'].values()) == 1

@@ -712,6 +712,16 @@ def test_errors_reach_openai_clients_with_their_text(client):
     assert e.value.code == 'context_length_exceeded'
 
 
+def test_metrics_of_the_real_model_add_up(served, client):
+    client.chat.completions.create(model='default', **COUNT)
+    with urllib.request.urlopen(served + '/metrics', timeout=T) as r: lines = [x.split() for x in r.read().decode().splitlines() if x[0] != '#']
+    values = lambda name: [float(v) for n, v in lines if n.partition('{')[0] == f'mlxspec:{name}']
+    drafted, accepted = (values(f'spec_decode_num_{w}_tokens_total') for w in ('draft', 'accepted'))
+    places = values('spec_decode_num_accepted_tokens_per_pos_total')
+    assert sum(drafted) >= sum(accepted) == sum(places) > 0 and places == sorted(places, reverse=True)
+    assert len(drafted) == len(accepted) and sum(values('generation_tokens_total')) > 20 and values('mlx_active_memory_bytes')[0] > 0
+
+
 def test_health_policy_models(served, client):
     h = get(served + '/health')
     assert h['status'] == 'ok' and set(h['scheduler']) >= {'mode', 'active_lane', 'batch_histogram'} and h['scheduler']['owner']['alive']
