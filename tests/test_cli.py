@@ -61,7 +61,7 @@ def test_version():
     (['demos'], ['Unknown command', 'Did you mean demo?']), (['--port', '1', 'serve'], ['after the command']),
     (['serve', '--prot', '1'], ['--prot', 'Did you mean --port?']), (['serve', '--por=1'], ['Did you mean --port?']),
     (['serve', '--port', 'x'], ['--port must be a whole number between 0 and 65535']), (['serve', '--port'], ['--port']),
-    (['serve', '--scheduler-mode', 'hyper'], ['--scheduler-mode must be serial']), (['serve', '--blas', 'off'], ['MLXSPEC_BLAS']),
+    (['serve', '--scheduler-mode', 'hype'], ['--scheduler-mode must be serial, cooperative']), (['serve', '--blas', 'off'], ['MLXSPEC_BLAS']),
     (['serve', '--no-spec', 'maybe'], ['--no-spec must be 1, true']), (['serve', 'now'], ["Unexpected argument 'now'"]),
     (['serve', '--config', 'gone.toml'], ['Cannot read the config file gone.toml']),
     (['policy'], ['one more word: show, export or clear']), (['policy', 'shwo'], ['one more word']), (['polcy', 'show'], ['Did you mean policy?']),
