@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-NO_MLX = ('core config access connection metrics blas text sequence reply policy evidence hints gate budget pilot policy_cli admission bands scheduler errors '
-          'stand_in wire wire_chat wire_completions edge feed host server serving demo exercises curriculum cli').split()
+NO_MLX = ('core config access connection metrics blas text sequence reply policy evidence hints gate budget pilot policy_cli admission bands scheduler shelf errors '
+          'stand_in wire wire_chat wire_completions edge feed host server serving demo exercises curriculum doctor cli').split()
 HEAVY = {'mlx', 'mlx_lm', 'transformers', 'torch'}
 
 
