@@ -44,6 +44,15 @@ def test_same_text(case):
     if case.drafter in ('oracle', 'liar0') and case.k > 1 and case.pace == 'steady' and len(plain.output) > 3: assert r.stats.rounds
 
 
+@pytest.mark.parametrize('shape', [s for s in h.SHAPES if s != 'mask'])
+@pytest.mark.parametrize('temperature', (0., 1.))
+def test_a_drafter_that_is_the_target_is_never_wrong(shape, temperature):
+    "Its drafts come under the request's law: penalties that see the drafts before, noise of their own positions."
+    for kind in ('llama', 'qwen3_5'):
+        _, r = h.same_text(h.Case(kind, drafter='self', k=6, temperature=temperature, shape=shape, prompt=2))
+        assert r.stats.accepted == r.stats.drafted - cut(r) and r.stats.rounds
+
+
 def cut(r): # drafts of the last round behind the end of the text
     last = r.stats.per_step_drafted[-1] - r.stats.per_step_accepted[-1] if r.stats.rounds else 0
     return last if r.seq.finish == 'stop' else 0
@@ -169,6 +178,17 @@ def test_min_tokens(k):
         free = h.run(t, ids, k, oracle(plain.output), ends=plain.output[:3], min_tokens=m)
         assert not {*plain.output[:3]} & {*free.output[:m]}
         ends_right(t, ids, free, free.output, free.seq.finish)
+
+
+@pytest.mark.parametrize('k', (1, 4))
+def test_min_tokens_to_the_token(k):
+    "An end that the target wants at index i may come there, or not, as min_tokens is i or one more."
+    t, ids = h.target('llama'), h.Case().ids
+    want = h.run(t, ids).output
+    for i in (i for i in range(1, 12) if want.index(want[i]) == i):
+        ends_right(t, ids, h.run(t, ids, k, oracle(want), ends=[want[i]], min_tokens=i), want[:i + 1], 'stop')
+        later = h.run(t, ids, k, oracle(want), ends=[want[i]], min_tokens=i + 1).output
+        assert later[:i] == want[:i] and later[i] != want[i]
 
 
 @pytest.mark.parametrize('k', (1, 4))
