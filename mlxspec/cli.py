@@ -11,30 +11,36 @@ import argparse
 import errno
 import io
 import os
+import re
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from .config import ALL, TABLE, Settings, either, load_settings, near_miss, settings_table
+from .config import ALL, TABLE, Row, Settings, either, load_settings, near_miss, read_file, settings_table, user_file
 from .core import ConfigError, MlxspecError
 
 # %% auto #0
-__all__ = ['Command', 'COMMANDS', 'URL', 'UNWRITABLE', 'Parser', 'add_options', 'command', 'parser_of', 'overview', 'version',
-           'unknown', 'unknown_command', 'parse', 'load', 'console', 'prompt_text', 'response_body', 'with_drafts',
-           'print_stream', 'generate', 'demo', 'serve', 'probe', 'policy_show', 'policy_export', 'policy_clear',
-           'split_mtp', 'run_command', 'open_streams', 'complain', 'main']
+__all__ = ['Command', 'COMMANDS', 'URL', 'UNWRITABLE', 'Parser', 'takes', 'add_options', 'command', 'parser_of', 'overview',
+           'version', 'unknown', 'unknown_command', 'parse', 'load', 'console', 'prompt_text', 'response_body',
+           'with_drafts', 'print_stream', 'generate', 'demo', 'serve', 'with_lines', 'config_show', 'config_set',
+           'doctor', 'probe', 'policy_show', 'policy_export', 'policy_clear', 'split_mtp', 'run_command',
+           'open_streams', 'complain', 'main']
 
 # %% ../nbs/60_cli.ipynb #130b5faa
 class Parser(argparse.ArgumentParser):
     "An argument parser whose complaints are ConfigErrors."
     def error(self, message: str) -> NoReturn: raise ConfigError(f'{message[0].upper()}{message[1:]}.')
 
+def takes(command: str, r: Row) -> bool:
+    "Whether a command has the flag of an option. Those that only look at options have all."
+    return bool(r.commands) if command in ('config show', 'config set', 'doctor') else command.split()[0] in r.commands
+
 def add_options(parser: argparse.ArgumentParser,
                 command: str) -> None: # name of a command
     "Add the flags of all options that `command` (its first word) takes. What is not given stays out of the namespace."
     group = parser.add_argument_group('settings', 'each also a variable MLXSPEC_NAME and a key in mlxspec.toml')
     for r in TABLE.values():
-        if command.split()[0] not in r.commands: continue
+        if not takes(command, r): continue
         word = '|'.join(r.choices) or dict(bool='on|off', int='N', float='X', str='TEXT', Path='PATH')[r.kind]
         default = '' if r.default is None or r.kind == 'bool' else f' [{r.default}]'
         bare: dict[str, Any] = dict(nargs='?', const='true') if r.kind == 'bool' else {}
@@ -67,7 +73,7 @@ def parser_of(name: str) -> Parser:
 # %% ../nbs/60_cli.ipynb #c5f81ca1
 def overview() -> str:
     "What `mlxspec --help` prints."
-    shown = (*ALL, 'probe', 'policy show', 'policy export', 'policy clear', 'split-mtp', 'version')
+    shown = (*ALL, 'probe', 'policy show', 'policy export', 'policy clear', 'config show', 'config set', 'doctor', 'split-mtp', 'version')
     lines = [f'  {n:15}{COMMANDS[n][1]}' for n in shown]
     return '\n'.join(['usage: mlxspec COMMAND [options]', '', *lines, '',
                       '`mlxspec COMMAND --help` lists the options of a command.'])
@@ -219,6 +225,50 @@ def serve(args: argparse.Namespace, settings: Settings) -> int:
         from mlxspec.serving import serve as run_server
         run_server(settings)
     return 0
+
+# %% ../nbs/60_cli.ipynb #cea293d3
+def with_lines(text: str, values: dict[str, Any]) -> str:
+    "A config file with some options set."
+    import json
+    for name, v in values.items():
+        line = f'{name} = {str(v) if isinstance(v, int | float) and not isinstance(v, bool) else json.dumps(str(v) if isinstance(v, os.PathLike) else v)}'
+        text, n = re.subn(rf'^\s*{name}\s*=.*$', lambda m, line=line: line, text, count=1, flags=re.M)
+        if not n: text = text.rstrip('\n') + '\n' * bool(text.strip()) + line + '\n'
+    return text
+
+@command('config show', 'Print all options, their values and where these came from')
+def config_show(args: argparse.Namespace, settings: Settings) -> int:
+    "Print the table."
+    print(settings_table(settings))
+    return 0
+
+@command('config set', 'Write the options that are given as flags into the config file')
+def config_set(args: argparse.Namespace, settings: Settings) -> int:
+    "Write them, and say where."
+    path = settings.config or user_file()
+    values = {n: getattr(settings, n) for n, r in TABLE.items() if settings.origin(n) == r.flag and n != 'config'}
+    if path is None: raise ConfigError('There is no home directory; name a file with --config.')
+    if not values: raise ConfigError('Nothing to set; name options as flags, as in mlxspec config set --port 9000.')
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_name(path.name + '.new')
+        new.write_text(with_lines(path.read_text(encoding='utf-8') if path.exists() else '', values), encoding='utf-8')
+        read_file(new)
+        os.replace(new, path)
+    except OSError as e: raise ConfigError(f'Cannot write {path}: {e.strerror}.') from None
+    print(f'{", ".join(values)} set in {path}')
+    return 0
+
+@command('doctor', 'Look for what would keep a server from starting',
+         json=dict(action='store_true', help='print a JSON object'))
+def doctor(args: argparse.Namespace, settings: Settings) -> int:
+    "Print the findings; 1 when one is bad."
+    import json
+
+    from mlxspec import doctor as d
+    found = d.examine(settings)
+    print(json.dumps(d.as_json(found), indent=2) if args.json else d.as_text(found))
+    return int(not d.as_json(found)['ok'])
 
 # %% ../nbs/60_cli.ipynb #33bedd79
 @command('probe', 'Try which verify blocks are exact on this machine',

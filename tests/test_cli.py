@@ -247,3 +247,20 @@ def test_a_marked_text_for_a_reader_that_went_away():
     console.file = open(w, 'w', buffering=1)
     with pytest.raises(BrokenPipeError): console.print('x\n' * 9999)
     with contextlib.suppress(BrokenPipeError): console.file.close()
+
+
+def test_config_set_and_doctor(tmp_path):
+    where = dict(MLXSPEC_CONFIG=str(tmp_path/'c.toml'), MLXSPEC_CACHE_DIR=str(tmp_path), MLXSPEC_PORT='0')
+    def run(*args):
+        done = subprocess.run([str(Path(sys.executable).with_name('mlxspec')), *args],
+                              capture_output=True, text=True, env=os.environ | where)
+        return done.returncode, done.stdout, done.stderr
+    (tmp_path/'c.toml').write_text('# mine\n')
+    code, out, err = run('config', 'set', '--host', '::1', '--no-spec')
+    assert (code, err) == (0, '') and (tmp_path/'c.toml').read_text() == '# mine\nno_spec = true\nhost = "::1"\n'
+    assert any(line.split()[:2] == ['host', '::1'] for line in run('config', 'show')[1].splitlines())
+    assert run('config', 'set')[0] == 2
+    code, out, err = run('doctor', '--json', '--host', '127.0.0.1')
+    assert (code, err, json.loads(out)['ok']) == (0, '', True), out
+    code, out, err = run('doctor', '--host', '0.0.0.0')
+    assert (code, err) == (1, '') and 'BAD  key' in out
