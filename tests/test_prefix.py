@@ -279,14 +279,20 @@ def test_a_kill_while_writing_loses_at_most_that_entry(tmp_path):
 TURNS = 'Count from 1 to 5.', 'Spell the word garden.', 'What day comes after Monday?', 'Copy this: red green blue red green.', 'Count from 7 to 12.'
 
 
+def until(happened): # never so long in a passing test
+    end = time.monotonic() + 120
+    while not happened():
+        assert time.monotonic() < end, 'it did not happen'
+        time.sleep(.05)
+
+
 def converse(engine, wait=False, **params):
     messages, out = [], []
     for t in TURNS:
         messages.append(dict(role='user', content=t))
         out.append(engine.generate(messages, max_tokens=24, **params))
         messages.append(dict(role='assistant', content=out[-1].text))
-        if wait:
-            while not engine.snapshot()['prefix']['cut']: time.sleep(.01)
+        if wait: until(lambda: engine.snapshot()['prefix']['cut'])
     return out
 
 
@@ -295,7 +301,7 @@ def test_the_demo_pair_with_its_head(tmp_path):
     with Engine.load(**options, prefix_cache_bytes=0) as e: cold = converse(e)
     with Engine.load(**options, prefix_disk_bytes=1 << 26) as e: warm = converse(e, wait=True)
     with Engine.load(**options, prefix_disk_bytes=1 << 26) as e:
-        while not e.snapshot()['prefix']['entries']: time.sleep(.01)
+        until(lambda: e.snapshot()['prefix']['entries'])
         again = converse(e)
     for run in (warm, again): assert [[t.id for t in r.tokens] for r in run] == [[t.id for t in r.tokens] for r in cold]
     assert all(r.stats.cached_tokens == 0 and r.stats.prefix is None for r in cold)
