@@ -117,6 +117,9 @@ class Seat:
     @property
     def plan(self) -> Plan: return self.request.plan
     @property
+    def read(self) -> bool: # its prompt is in the cache
+        return self.run is not None and self.run.read >= self.seq.prompt_len - 1
+    @property
     def alone(self) -> str: # why a request without a course has no drafts
         return (self.plan.drafters.reason or 'no_drafter') if self.seq.params.speculate else 'disabled'
 

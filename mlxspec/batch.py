@@ -225,7 +225,9 @@ def commit_round(seat: Seat, v: Verdict) -> tuple[int, Callable[[Any, StepResult
     return len(deltas), rest
 
 def verify_together(unit: Unit, proposals: list[Proposal], rows: int, # L, of each
-                    whys: list[str]) -> tuple[StepResult, list[tuple[int, int]]]: # of all; drafted and accepted per request
+                    whys: list[str],
+                    draft_s: float = 0.0, # seconds that the proposals took
+                   ) -> tuple[StepResult, list[tuple[int, int]]]: # of all; drafted and accepted per request
     "One ragged round."
     t0, seats, cache = time.perf_counter(), list(unit.seats), unit.cache
     assert cache is not None
@@ -243,7 +245,8 @@ def verify_together(unit: Unit, proposals: list[Proposal], rows: int, # L, of ea
     if lost: cache.zero_tails(lost)
     unit.sober = {s for s, d in zip(seats, done, strict=True) if d is None and not s.ended}
     wall = time.perf_counter() - t0
-    phases = dict(verify=t1 - t0, commit=t2 - t1, rollback=wall - (t2 - t0))
+    phases = dict(draft=draft_s, verify=t1 - t0, commit=t2 - t1, rollback=wall - (t2 - t0))
+    wall += draft_s
     r, tried = StepResult('plain', wall, 0, width=len(seats), phases=phases), []
     for i, (s, d, why) in enumerate(zip(seats, done, whys, strict=True)):
         before = s.seq.stats.accepted
@@ -321,9 +324,9 @@ def run_choice(unit: Unit, c: Choice, ahead: bool) -> StepResult: # of all reque
     drafted, tried = time.perf_counter() - t0, [(0, 0)] * len(unit)
     tell(unit, rows)
     unit.count(len(unit), len(unit) * rows if rows > 1 else 0)
-    if rows > 1: r, tried = verify_together(unit, proposals, rows, c.whys)
+    if rows > 1: r, tried = verify_together(unit, proposals, rows, c.whys, drafted)
     else: r = plain_together(unit, ahead and (c.step.k == 1 or drafting), c.whys if drafting or c.step.k == 1 else ['in_flight'] * len(unit))
-    r = replace(r, wall_s=r.wall_s + drafted, phases=r.phases | dict(draft=drafted), arm=c.step.arm if drafting else 'plain')
+    r = replace(r, wall_s=r.wall_s + (drafted if rows == 1 else 0.0), arm=c.step.arm if drafting else 'plain')
     pilot = unit.plan.pilot
     if pilot.gate and c.gated and r.arm == c.step.arm: pilot.gate.record(r, tried)
     return r

@@ -124,13 +124,14 @@ class Batched:
         return self._join() or self._decode()
 
     def _open(self) -> str:
-        "One step of the first who reads."
+        "One step of those who read, in turn: a short prompt does not wait for the end of a long one."
         self._opened = True
-        seat, steps = next(iter(self.opening.items()))
+        seat = next(iter(self.opening))
+        steps = self.opening.pop(seat)
         lane = seat.attempt(next, steps, None)
-        if not lane:
-            del self.opening[seat]
-            if not seat.ended: self.ready[seat] = time.monotonic()
+        more = lane and not (seat.read and seat.attempt(next, steps, None) is None)
+        if more: self.opening[seat] = steps
+        elif not seat.ended: self.ready[seat] = time.monotonic()
         return lane or 'prefill'
 
     def _join(self) -> str | None: # the lane, when a unit had to be drained for it
