@@ -109,7 +109,7 @@ class Batched:
         self.units: deque[Unit] = deque()
         self.opening: dict[Seat, Iterator[str]] = {}  # in order
         self.ready: dict[Seat, float] = {}            # clock when its prompt was read
-        self._opened = False                          # the last step was for one who reads
+        self._owed, self._clock = 0.0, time.perf_counter # seconds that reading has taken from those who decode
 
     def admit(self, seat: Seat) -> None: self.opening[seat] = seat.opening()
     def drop(self, seat: Seat) -> None:
@@ -119,13 +119,14 @@ class Batched:
         self.units = deque(u for u in self.units if len(u))
 
     def step(self) -> str:
-        if self.opening and not (self._opened and self.units): return self._open()
-        self._opened = False
-        return self._join() or self._decode()
+        reading, t0 = self.opening and not (self._owed > 0 and self.units), self._clock()
+        lane = self._open() if reading else self._join() or self._decode()
+        took = self._clock() - t0
+        self._owed = took if reading else max(0.0, self._owed - took)
+        return lane
 
     def _open(self) -> str:
         "One step of those who read, in turn: a short prompt does not wait for the end of a long one."
-        self._opened = True
         seat = next(iter(self.opening))
         steps = self.opening.pop(seat)
         lane = seat.attempt(next, steps, None)
