@@ -135,7 +135,8 @@ class Seat:
             if self.visit: self.visit.mark()
             yield 'prefill'
         kinds = [g.kind for g in self.run.guests]
-        if kinds: self.course = plan.pilot.open(kinds, plan.think, inside_thought(seq.tokens, plan.think), seq.stats)
+        own = 'prediction' if 'prediction' in kinds and seq.params.prediction else None
+        if kinds: self.course = plan.pilot.open(kinds, plan.think, inside_thought(seq.tokens, plan.think), seq.stats, own)
 
     def deliver(self, chunk: Chunk) -> None:
         "Hand out what a step has added."

@@ -109,6 +109,7 @@ class Batched:
         self.units: deque[Unit] = deque()
         self.opening: dict[Seat, Iterator[str]] = {}  # in order
         self.ready: dict[Seat, float] = {}            # clock when its prompt was read
+        self._turns = 0
         self._owed, self._clock = 0.0, time.perf_counter # seconds that reading has taken from those who decode
 
     def admit(self, seat: Seat) -> None: self.opening[seat] = seat.opening()
@@ -126,12 +127,14 @@ class Batched:
         return lane
 
     def _open(self) -> str:
-        "One step of those who read, in turn: a short prompt does not wait for the end of a long one."
-        seat = next(iter(self.opening))
+        "One step of whoever has read least, so that a short prompt does not wait for a long one; every fourth is the oldest request's."
+        self._turns += 1
+        first = next(iter(self.opening))
+        seat = first if self._turns % 4 == 0 else min(self.opening, key=lambda s: s.run.read if s.run else 0)
         steps = self.opening.pop(seat)
         lane = seat.attempt(next, steps, None)
         more = lane and not (seat.read and seat.attempt(next, steps, None) is None)
-        if more: self.opening[seat] = steps
+        if more: self.opening = {seat: steps} | self.opening if seat is first else self.opening | {seat: steps}
         elif not seat.ended: self.ready[seat] = time.monotonic()
         return lane or 'prefill'
 
@@ -273,6 +276,8 @@ class Floor:
         for request in self.room.take():
             self.seats[request] = seat = Seat(request, self.target)
             self.mode.admit(seat)
+        for seat in self.seats.values() if len(self.seats) > 1 else (): # no single requests any more, as far as the policy measures
+            if seat.course: seat.course.apart = seat.course.apart or 'shared'
         return bool(self.seats)
 
     def _sweep(self) -> None:

@@ -102,6 +102,7 @@ class Course:
     before: Step | None = None        # the step before it, if the gate chose that
     steps: int = 0
     seen: Switch | None = None        # the gate's last switch that is accounted for
+    apart: str | None = None          # why the policy does not measure this request; None: it may
 
     def choose(self, ready: Mapping[str, int], # kind -> verify rows at most, in order of preference
                context: int, # tokens in the cache
@@ -115,8 +116,9 @@ class Course:
         if self.rules.gate_off: return plain('gate_off')
         if why := self.rules.refuses(self.place): return plain(why)
         ready = {a: k for a, k in ready.items() if k > 1} # of one row nothing is a draft
-        mtp, arm = self.rules.mtp, self.policy.arm(self.tally)
-        if mtp and self.policy.profiling: return self._profile(ready, arm, mtp, context)
+        mtp, measuring = self.rules.mtp, self.policy.profiling
+        if mtp and measuring and not self.apart: return self._profile(ready, mtp, context)
+        arm = 'spec' if measuring else self.policy.arm(self.tally)
         if mtp in ready and arm == 'plain': ready = {a: k for a, k in ready.items() if a != mtp}
         if not ready: return plain('policy' if mtp and arm == 'plain' else 'no_match')
         if self.gate is None: return first(ready, 'force')
@@ -125,8 +127,8 @@ class Course:
         self.by = 'gate'
         return step
 
-    def _profile(self, ready: Mapping[str, int], arm: str, mtp: str, context: int) -> Step:
-        self.by = 'policy' # the gate listens
+    def _profile(self, ready: Mapping[str, int], mtp: str, context: int) -> Step:
+        self.by, arm = 'policy', self.policy.arm(self.tally) # the gate listens
         if self.gate: self.gate.note_depth(context)
         return Step(GateStep.MeasureVerify, ready[mtp], mtp, 'profiling') if arm == 'spec' and mtp in ready else plain('profiling')
 
@@ -141,7 +143,7 @@ class Course:
         "Take the account of the step."
         self.place.note(tokens)
         self.steps += 1
-        if self.rules.mtp: self.policy.step(self.tally, r)
+        if self.rules.mtp and not self.apart: self.policy.step(self.tally, r)
         if self.gate and self.by != 'rule' and r.arm == self.last.arm: self._gated(self.gate, r)
         if self.steps % PUBLISH_EVERY == 0: self.publish()
 
@@ -157,7 +159,7 @@ class Course:
         "The request has ended well; what it measured counts. Where no round was run, the most frequent reason says why not."
         if self.rules.mtp:
             why = Counter({w: n for w, n in self.stats.reasons.items() if w not in ('profiling', 'in_flight', 'budget')})
-            self.policy.close(self.tally, why.most_common(1)[0][0] if why and not self.tally.verified else None)
+            self.policy.close(self.tally, self.apart or (why.most_common(1)[0][0] if why and not self.tally.verified else None))
         self.publish()
 
 # %% ../nbs/28_pilot.ipynb #0eec629b
@@ -178,9 +180,10 @@ class Pilot:
              think: tuple[int, int] | None = None, # ids that open and close a thought
              thinking: bool = False, # the prompt ends inside one
              stats: RequestStats | None = None, # of the request, to be filled in
+             apart: str | None = None, # why the policy should not measure it
             ) -> Course:
         "A request begins. The policy has no business with one that the head takes no part in."
         rules = self.rules if self.rules.mtp in kinds else replace(self.rules, mtp=None)
-        course = Course(rules, self.policy, self.gate, Place(think, thinking), self.policy.open(), stats or RequestStats(), self.publish)
+        course = Course(rules, self.policy, self.gate, Place(think, thinking), self.policy.open(), stats or RequestStats(), self.publish, apart=apart)
         if self.gate and self.gate.timeline: course.seen = self.gate.timeline[-1]
         return course
