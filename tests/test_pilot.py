@@ -152,6 +152,44 @@ def test_a_request_without_the_head_is_no_miss():
     assert pilot.policy.snapshot.starved_by is None
 
 
+OWN = {'prediction': 8} | READY
+
+
+@pytest.mark.parametrize('apart', ['prediction', 'shared'])
+def test_who_is_not_measured_is_left_to_the_gate(apart):
+    gate = Says(Step(GateStep.MeasureVerify, 8, 'prediction'), PLAIN)
+    pilot = Pilot(MtpPolicy(PAIR), gate, Rules(mtp=HEAD))
+    c = pilot.open(OWN, apart=apart)
+    assert [go(c, OWN).arm for _ in range(4)] == ['prediction', 'plain'] * 2 and c.why == 'parked'
+    assert gate.asked == [{a: range(2, k + 1) for a, k in OWN.items()}] * 4 # the policy forces MTP on while it measures: the head may run too
+    assert [r.arm for r in gate.heard] == ['prediction', 'plain'] * 2
+    assert not c.tally.verified and c.tally.step == 0
+    force = Pilot(MtpPolicy(PAIR), None, Rules(mtp=HEAD))
+    assert {go(force.open(OWN, apart=apart), {HEAD: 3}).arm for _ in range(PERIOD)} == {HEAD}
+
+
+def test_a_no_binds_who_is_not_measured_too():
+    for policy in (MtpPolicy(PAIR, pin=False), MtpPolicy(PAIR, declined=WHY)):
+        gate = Says(VERIFY)
+        go(Pilot(policy, gate, Rules(mtp=HEAD)).open(OWN, apart='prediction'), OWN)
+        assert gate.asked == [{'prediction': range(2, 9), 'lookup': range(2, 9)}]
+
+
+def test_who_is_not_measured_is_no_sample_and_starvation_says_so():
+    pilot = Pilot(MtpPolicy(PAIR), None, Rules(mtp=HEAD))
+    for i in range(8):
+        assert pilot.policy.snapshot.starved_by is None
+        c = pilot.open(READY)
+        for _ in range(20 * PERIOD): go(c) # more than enough of both arms, before somebody came
+        c.apart = 'shared' if i else 'prediction'
+        c.close()
+    assert (pilot.policy.snapshot.samples, pilot.policy.snapshot.starved_by) == (0, 'shared')
+    c = pilot.open(READY)
+    for _ in range(2 * PERIOD): go(c)
+    c.close()
+    assert (pilot.policy.snapshot.samples, pilot.policy.snapshot.starved_by) == (1, None)
+
+
 # ---- what is told
 
 def test_only_steps_of_the_arm_that_was_asked_reach_the_gate():

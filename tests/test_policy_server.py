@@ -23,7 +23,7 @@ from test_policy import CONTRACT, EXAMPLES, GPU, WHY
 
 from mlxspec import cli, server
 from mlxspec.config import load_settings
-from mlxspec.core import ConfigError
+from mlxspec.core import ConfigError, Params
 from mlxspec.engine import Engine
 from mlxspec.evidence import Estimate, Sample
 from mlxspec.hints import Hint, HintFile, all_hints, hint_dir
@@ -339,6 +339,40 @@ def test_the_cache_dir_decides_which_verdict_is_found(tiny, cache, hinted, monke
     monkeypatch.setattr('mlxspec.device.detect', cpu)
     for where, want in ((hinted, 'settled'), (cache, 'profiling')):
         with application(tiny, where) as c: assert c.policy()['state'] == want
+
+
+# ---- who is measured
+
+def request(engine, n, on_chunk=lambda chunk: None, **more):
+    return engine.submit(engine.encode([dict(role='user', content='ab cd')]), Params(max_tokens=n, ignore_eos=True, **more), on_chunk)
+
+
+@pytest.mark.parametrize('mode', ['cooperative', 'mtp_batch', 'mtp_cohort_experimental'])
+def test_only_requests_that_were_alone_are_samples(mode, tiny, tmp_path):
+    with application(tiny, tmp_path, SCHEDULER_MODE=mode) as c:
+        others = []
+        def another(chunk): # somebody comes when there is evidence enough
+            if not others and job.stats.completion_tokens > 90: others.append(request(c.engine, 24))
+        job = request(c.engine, 140, another)
+        job.future.result(T), others[0].future.result(T)
+        crowd = [request(c.engine, 48) for _ in range(4)]
+        for j in crowd: j.future.result(T)
+        assert job.stats.arms['qwen3_5_mtp'] and c.policy()['samples'] == 0
+        for _ in range(6):
+            if c.policy()['samples']: break                                          # the first may be too short to tell
+            assert request(c.engine, 96).future.result(T).text.startswith(crowd[0].future.result(T).text[:40])
+        assert c.policy()['samples'] == 1
+
+
+@pytest.mark.parametrize('drafter', [(), ('prediction',)], ids=['by itself', 'configured'])
+def test_a_prediction_is_used_while_the_head_is_measured(drafter, tiny, tmp_path):
+    with application(tiny, tmp_path, drafter=','.join([*drafter, str(tiny[1])]), MTP_GATE='force') as c:
+        want = request(c.engine, 48).future.result(T)
+        assert c.policy()['samples'] == 1                                            # nothing was predicted: measured as ever
+        r = request(c.engine, 48, prediction=tuple(t.id for t in want.tokens)).future.result(T)
+        assert r.text == want.text and r.stats.arms['prediction'] and 'profiling' not in r.stats.reasons
+        assert r.stats.sources['prediction'][1] > 24
+        assert (c.policy()['state'], c.policy()['samples']) == ('profiling', 1)
 
 
 # ---- golden bodies
