@@ -58,7 +58,9 @@ def has_head(target: Target) -> bool:
 def wanted(target: Target, option: str | None) -> list[str]: # kinds or directories, in order of preference
     "What the `drafter` option means for this target."
     if option is None: return ['lookup', 'head'] if has_head(target) else ['lookup']
-    return [n for n in map(str.strip, option.split(',')) if n and n != 'none']
+    names = [n.strip() for n in option.split(',')]
+    if not all(names): raise ConfigError(f'drafter must be `none`, or kinds and directories with commas between, not {option!r}.')
+    return [n for n in dict.fromkeys(names) if n != 'none']
 
 def inner_kind(target: Target) -> str:
     "The family of the head that lies inside a target's checkpoint."

@@ -231,7 +231,8 @@ class Target:
                  path: Path | None = None): # its directory, if it has one
         self.model, self.config, self.name, self.path = model, config, name, path
         self.tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
-        self.context_length: int | None = first_of(config, 'max_position_embeddings', 'max_seq_len', 'n_ctx')
+        context = first_of(config, 'max_position_embeddings', 'max_seq_len', 'n_ctx')
+        self.context_length = context if isinstance(context, int) and context > 0 else None # None: unlimited, as far as we know
         self._tap: Tap | None = None
         self._taps: dict[int | str, Tap] = {} # of layers
         self.homes, self.attention = listen(model), attention_homes(model)
