@@ -275,13 +275,14 @@ class MtpPolicy:
         self.pair, self.hints, self.static, self.now = pair, hints, static, now
         self.gpu, self.exactness, self.publish = gpu, exactness, publish
         self.snapshot = MtpPolicySnapshot.unavailable('worker_not_ready', None, gpu)
+        self.gate = options.get('gate')
         load = lambda: still_good(self.hints, self.now())
         self._enter(first_state(pair is not None, declined, load, static=static, **options))
         if isinstance(self.state, Declined): log.warning(self.state.detail)
 
     def open(self) -> Tally: # of a request that begins; alone, width 1
         if isinstance(self.state, Settled) and self.state.hint.expired(self.now()):
-            self._enter(Profiling())
+            self._enter(Profiling(gate=self.gate))
         return Tally(self.pair.block_size if self.pair else 1)
 
     def arm(self, t: Tally) -> str: # 'spec' or 'plain': the request's next step
@@ -331,7 +332,7 @@ def say(body: Mapping, # as the endpoint gave it, perhaps from another version o
         case 'forced', _: return f'pinned {on} by MLXSPEC_ENABLE_MTP_B1, not measured'
         case 'exactness_declined', _:
             return f'MTP configured but vetoed; running classic decode: {body["decline_detail"]}'
-        case 'unavailable', 'no_mtp_dispatch': return 'no MTP drafter'
+        case 'unavailable', 'no_mtp_dispatch': return 'nothing to measure: no MTP drafter, or a mode without a path for one'
         case 'unavailable', 'adaptive_disabled':
             return f'not measured: MLXSPEC_MTP_ADAPTIVE is off, MTP is {on}'
         case 'unavailable', 'worker_not_ready': return 'the model is still loading'

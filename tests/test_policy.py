@@ -2,6 +2,7 @@
 import dataclasses
 import itertools
 import json
+import math
 import re
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 
 from mlxspec import policy
 from mlxspec.core import StepResult
-from mlxspec.evidence import MAX_SAMPLES, VERDICTS, Sample
+from mlxspec.evidence import MAX_SAMPLES, PERIOD, VERDICTS, Sample, Tally, verdict, why_not
 from mlxspec.hints import HintFile, HintKey
 from mlxspec.policy import REASONS, SCHEMA_VERSION, SET_IN, STATES, Gpu, MtpPolicy, MtpPolicySnapshot, Pairing, say
 
@@ -276,6 +277,71 @@ def test_every_state_of_the_machine_fits_the_table():
     p.snapshot.wire()['exactness']['max_width']['short'] = 0
     assert p.snapshot.exactness['max_width'] == {'short': 8}    # a body is the caller's own
     json.dumps(p.snapshot.wire(), allow_nan=False)
+
+# ---- thresholds, to the last step
+
+def tally(spec, plain, tokens=None): # counted steps of each arm; tokens of the rounds
+    t = Tally(4)
+    t.verified, t.rounds, t.tokens = spec, spec, 2 * spec if tokens is None else tokens
+    t.times = {'spec': [.02] * spec, 'plain': [.01] * plain}
+    return t
+
+@pytest.mark.parametrize('t, why', [(tally(4, 6), None), (tally(3, 6), 'too_short'), (tally(4, 5), 'too_short'), (tally(4, 6, 6), None),
+                                    (tally(4, 6, 5), 'too_short'), (tally(9, 3), 'too_short'), (tally(1, 40), 'too_short')])
+def test_the_least_evidence(t, why): assert why_not(t) == why
+
+@pytest.mark.parametrize('n, log, says', [(24, .045, None), (24, .062, 'enable'), (4, .5, 'enable'), (3, .5, None), (2, -.9, 'decline'), (1, -9., None),
+                                          (24, -.02, None), (24, -.04, 'decline')])
+def test_the_least_gain(n, log, says): # 24 samples of no scatter: 1.03 lies a little over the lower end of the first
+    samples = [sample(math.exp(log))] * n
+    assert verdict(samples, max(4, n)) == says
+
+@pytest.mark.parametrize('arm', ['spec', 'plain'])
+def test_the_first_step_after_a_switch_is_warm_up(arm):
+    t, asked = Tally(4), ''
+    for _ in range(2 * PERIOD):
+        now = t.arm()
+        wall = 9. if now == arm != asked else .01
+        t.add(StepResult('verify', wall, 3, 4, 3, 2) if now == 'spec' else StepResult('plain', wall, 1))
+        asked = now
+    assert len(t.times[arm]) >= 4 and set(t.times['spec'] + t.times['plain']) == {.01} and t.total_s < 1
+
+def test_a_cold_first_request_locks_nothing_in():
+    "A compiler, a cold cache: rounds of the first requests that take a thousand times as long as they should."
+    for chats in (1, 4, 40):
+        p = MtpPolicy(PAIR)
+        for _ in range(chats): p.close(drive(p, 1, 10.))        # one round each
+        assert (p.snapshot.state, p.snapshot.samples) == ('profiling', 0)
+    p, t = MtpPolicy(PAIR), None
+    while p.profiling:
+        first, t = t is None, p.open()
+        for i in range(60):
+            p.step(t, StepResult('verify', 10. if first and i < 2 else .012, 3, 4, 3, 2) if p.arm(t) == 'spec' else StepResult('plain', .010, 1))
+        p.close(t)
+    assert (p.snapshot.verdict, p.snapshot.settled_by) == ('enable', 'measured')
+
+def test_a_verdict_that_expires_while_it_serves_still_knows_the_gate_below():
+    clock = [1e9]
+    p = MtpPolicy(PAIR, hints=Memory(dataclasses.replace(settled_hint(), verdict='decline', written_at=1e9)), gate='gate_off', now=lambda: clock[0])
+    assert p.snapshot.verdict == 'decline'
+    clock[0] += 31 * 86400
+    p.open()
+    assert (p.snapshot.state, p.snapshot.starved_by) == ('profiling', 'gate_off')
+
+@pytest.mark.parametrize('snap, words', [
+    (EXAMPLES['profiling'][0], 'measuring: 2 of 4 single-request generations done'), (EXAMPLES['settled'][0], 'measured, MTP is on'),
+    (EXAMPLES['declined'][0], 'MTP configured but vetoed; running classic decode: ' + WHY),
+    (EXAMPLES['no_drafter'][0], 'nothing to measure: no MTP drafter, or a mode without a path for one'),
+    (MtpPolicySnapshot.of(PAIR, 'forced', M5, mtp_enabled=True), 'pinned on by MLXSPEC_ENABLE_MTP_B1, not measured'),
+    (MtpPolicySnapshot.unavailable('adaptive_disabled', False, M5), 'not measured: MLXSPEC_MTP_ADAPTIVE is off, MTP is off'),
+    (MtpPolicySnapshot.unavailable('worker_not_ready', None, M5), 'the model is still loading')], ids=lambda x: '')
+def test_every_state_in_words(snap, words):
+    assert say(snap.wire()) == words
+    for change in (dict(schema_version=2), dict(schema_version=None)): assert say(snap.wire() | change).startswith('unreadable: schema version ')
+    for change in (dict(state='resting'), dict(state='unavailable', reason='holiday'), dict(state='settled', reason=None, verdict='perhaps')):
+        assert say(snap.wire() | change) == policy.NO_VERDICT
+    other = say(snap.wire(), Pairing(*PAIR[:3], 5))
+    assert other == (words if snap.target is None else 'no verdict for this pairing: the server runs another one') # block_size included
 
 def test_rooms_of_the_policy_stay_light():
     code = ("import sys, mlxspec.policy, mlxspec.policy_sim; "
