@@ -158,11 +158,14 @@ def kernels(machine: Device) -> str:
 
 def hint_key(target: Target, head: Any, machine: Device, k: int,
              strategy: str = 'block', # of verify forwards
+             s: Settings = Settings(), # how the drafter is packed, whether the law is compiled
             ) -> HintKey | None: # None: a model without files is nothing to remember
     "The identity of a measurement."
     if target.path is None: return None
-    return HintKey(fingerprint(target.path), fingerprint(head.path or target.path), machine.hardware, k, version('mlx'), version('mlx-lm'),
-                   kernels(machine), strategy)
+    packed = f'-q{s.quantize_drafter}' if s.quantize_drafter else ''
+    compiled = '' if s.compile is None else ' compiled' if s.compile else ' not compiled'
+    return HintKey(fingerprint(target.path), fingerprint(head.path or target.path) + packed, machine.hardware, k, version('mlx') + compiled,
+                   version('mlx-lm'), kernels(machine), strategy)
 
 def make_policy(target: Target, drafters: tuple[Drafter, ...], machine: Device, s: Settings, publish: Any,
                 exactness: Exactness | None = None, # None: nothing was probed
@@ -171,7 +174,7 @@ def make_policy(target: Target, drafters: tuple[Drafter, ...], machine: Device, 
     gpu, head = Gpu(machine.gpu_vendor, machine.gpu_device, machine.gpu_architecture), mtp_of(drafters)
     if head is None: return MtpPolicy(None, gpu=gpu, publish=publish)
     k, known = block_size(head, exactness), exactness.summary() if exactness else None
-    key = hint_key(target, head, machine, k, known['strategy'] if known else 'block')
+    key = hint_key(target, head, machine, k, known['strategy'] if known else 'block', s)
     return MtpPolicy(Pairing(target.name, head.name, machine.hardware, k), hints=HintFile(hint_dir(s.cache_dir), key) if key else None, gpu=gpu,
                      static=static_default(apple_generation(machine.gpu_architecture or '')), publish=publish, adaptive=s.mtp_adaptive,
                      pin=s.enable_mtp_b1, gate='gate_off' if s.mtp_gate == 'off' else None, exactness=known,
