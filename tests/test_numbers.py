@@ -41,10 +41,13 @@ def test_a_draft_cannot_poison_the_text(kind, value):
     bad = next(i for i in range(264) if i not in (*IDS, *want))
     t = poisoned(kind, bad, value)
     for j in range(4):
-        r = h.run(t, IDS, 5, [sc.Scripted(want, lambda rest, k, n, j=j: rest[:j] + [bad] + rest[j + 1:k])])
-        assert r.output == want and all(mx.isfinite(a).all().item() for a in strips(r.run.cache))
-        assert r.stats.reasons['not_finite'] > 0
+        script = lambda rest, k, n, j=j: rest[:j] + [bad] + rest[j + 1:k]
+        r = h.run(t, IDS, 5, [sc.Scripted(want, script)])
+        assert r.output == want and r.stats.reasons['not_finite'] > 0
         h.adds_up(r)
+        for i in (i for i in (3, 6) if want.index(want[i]) == i): # the text ends while such rows lie behind its end
+            r = h.run(t, IDS, 5, [sc.Scripted(want, script)], ends=[want[i]])
+            assert r.output == want[:i + 1] and all(mx.isfinite(a).all().item() for a in strips(r.run.cache))
 
 
 @pytest.mark.parametrize('temperature', (0., 1.))
