@@ -37,6 +37,8 @@ def middle(xs: Sequence[float], # at least 1 value
 
 # %% ../nbs/23_evidence.ipynb #f8673b59
 SHARE = 0.10         # of a generation's time that may be lost on the worse arm, after a period
+MIN_STEPS = 4        # counted steps of each arm that a sample needs
+MIN_TOKENS = 6       # tokens that the counted steps of each arm committed
 
 def excess(spec: float, plain: float, # seconds per token of the arms
            spec_tokens: int, plain_tokens: int, # tokens that each has committed in periods
@@ -92,15 +94,12 @@ class Tally:
 
     def _pause(self) -> None: # between periods: may the next one begin?
         n, m = len(self.times['spec']), len(self.times['plain'])
-        if not (n and m and self.tokens): return
+        if min(n, m) < MIN_STEPS or min(self.tokens, m) < MIN_TOKENS: return # too little to say anything: measure on
         spec = self.sums['spec'] / n * self.rounds / self.tokens
         self.better, lost = excess(spec, self.sums['plain'] / m, *self.ran.values())
         if lost * (self.step + PERIOD) / self.step <= SHARE * self.total_s: self.better = ''
 
-# %% ../nbs/23_evidence.ipynb #45d98099
-MIN_STEPS = 4        # counted steps of each arm
-MIN_TOKENS = 6       # tokens that the counted steps of each arm committed
-
+# %% ../nbs/23_evidence.ipynb #ad0fce6b
 class Sample(NamedTuple):
     "What one finished single-request generation says."
     plain_s: float   # seconds of a plain step, which commits one token
