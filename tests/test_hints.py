@@ -60,6 +60,21 @@ def test_a_right_checksum_is_not_enough(change):
     body['sum'] = hints.hashlib.sha256(canonical(body)).hexdigest()
     with pytest.raises(ValueError): decode(canonical(body), KEY)
 
+def test_at_every_moment_of_a_write_the_file_is_the_old_one_or_the_new_one(tmp_path):
+    "Looked at before and after every call that the writer makes: a process may be killed at any of them."
+    path, other, calls = tmp_path / 'a.json', encode(replace(HINT, verdict='decline'), KEY), []
+    hints.write_atomically(path, DATA)
+    def look(frame, event, arg):
+        if event.startswith('c_'): calls.append((arg.__name__, path.read_bytes()))
+    sys.setprofile(look)
+    try: hints.write_atomically(path, other)
+    finally: sys.setprofile(None)
+    assert {content for _, content in calls} == {DATA, other} and calls[0][1] == DATA
+    names = [name for name, _ in calls]
+    first_new = next(name for name, content in calls if content == other)
+    assert names.index('write') < names.index('flush') < names.index('fsync') < names.index('replace') and first_new == 'replace'
+    assert [p.name for p in tmp_path.iterdir()] == ['a.json']
+
 def test_every_cut(tmp_path):
     for n in range(len(DATA)):
         with pytest.raises(ValueError): decode(DATA[:n], KEY)

@@ -15,14 +15,16 @@ import time
 import urllib.error
 import urllib.request
 from dataclasses import asdict, replace
+from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from starlette.testclient import TestClient
 from test_policy import CONTRACT, EXAMPLES, GPU, WHY
 
-from mlxspec import cli, server
-from mlxspec.config import load_settings
+from mlxspec import cli, pairing, server
+from mlxspec.config import Settings, load_settings
 from mlxspec.core import ConfigError, Params
 from mlxspec.engine import Engine
 from mlxspec.evidence import Estimate, Sample
@@ -373,6 +375,41 @@ def test_a_prediction_is_used_while_the_head_is_measured(drafter, tiny, tmp_path
         assert r.text == want.text and r.stats.arms['prediction'] and 'profiling' not in r.stats.reasons
         assert r.stats.sources['prediction'][1] > 24
         assert (c.policy()['state'], c.policy()['samples']) == ('profiling', 1)
+
+
+# ---- what a verdict depends on
+
+def test_the_key_changes_with_everything_that_was_measured(tiny, tmp_path, monkeypatch):
+    s, head = Settings(), lambda path: SimpleNamespace(path=path)
+    target = lambda path: SimpleNamespace(path=path, name='tiny')
+    key = lambda **kw: pairing.hint_key(**dict(target=target(tiny[0]), head=head(tiny[1]), machine=cpu(), k=3, s=s) | kw).name
+    others = dict(target=target(save_tiny(tmp_path/'tiny', 'qwen3', seed=9)), head=head(save_tiny_mtp(tmp_path/'head', seed=9)), # of the same names
+                  machine=cpu(hardware='M5-16c'), k=4, strategy='row_attention')
+    keys = [key(), *(key(**{name: value}) for name, value in others.items()),
+            *(key(s=s.replace(**o)) for o in (dict(quantize_drafter=4), dict(quantize_drafter=8), dict(compile=True), dict(compile=False)))]
+    for name, value in dict(version=lambda package: 'next' if package == 'mlx' else version(package), kernels=lambda machine: 'another BLAS').items():
+        with monkeypatch.context() as m:
+            m.setattr(pairing, name, value)
+            keys.append(key())
+    with monkeypatch.context() as m:
+        m.setattr(pairing, 'version', lambda package: 'next' if package == 'mlx-lm' else version(package))
+        keys.append(key())
+    assert len(set(keys)) == len(keys) == 13 and keys[0] == key()
+    gpu = cpu(hardware='cuda-sm_90-Unknown-0c', gpu_device='a GPU')
+    assert pairing.kernels(gpu) == '' and pairing.kernels(cpu()) == pairing.blas.report().label
+
+
+def test_steps_are_timed_by_a_clock_that_nobody_sets(tiny, tmp_path, monkeypatch):
+    "The time of day stands still, then runs backwards: samples come all the same."
+    day = itertools.chain([1.7e9] * 50, itertools.count(1.7e9, -60))
+    with application(tiny, tmp_path) as c:
+        monkeypatch.setattr(time, 'time', lambda: next(day))
+        for _ in range(6):
+            if c.policy()['samples']: break
+            request(c.engine, 96).future.result(T)
+        monkeypatch.undo()
+        body = c.policy()
+        assert body['samples'] == 1 and body['starved_by'] is None and body['plain_ms_per_token'] > 0 and body['spec_ms_per_token'] > 0
 
 
 # ---- golden bodies
