@@ -120,7 +120,7 @@ class Batched:
         self.units = deque(u for u in self.units if len(u))
 
     def step(self) -> str:
-        reading, t0 = self.opening and not (self._owed > 0 and self.units), self._clock()
+        reading, t0 = self.opening and not (self._owed > 0 and (self.units or self.parties())), self._clock()
         lane = self._open() if reading else self._join() or self._decode()
         took = self._clock() - t0
         self._owed = took if reading else max(0.0, self._owed - took)

@@ -3,6 +3,7 @@
 Most cases drive a floor step by step, without a thread: the order of events is then the same every time. Which events meet which
 mode, kind of cache, drafter and number of requests is chosen pairwise (`harness.pairs`)."""
 import asyncio
+import itertools
 import random
 import threading
 from collections import Counter
@@ -88,11 +89,13 @@ def company(target: Target, way: str) -> Company: # shapes are learned once per 
 
 class Floors:
     "A floor driven by hand."
-    def __init__(self, mode, target, places=8, gate=None, way=APART, queue=32, clean=None): # clean: the target without its fault
+    def __init__(self, mode, target, places=8, gate=None, way=APART, queue=32, clean=None, # the target without its fault
+                 clock=None): # None: every step takes the same time
         self.target, self.widths, self.lanes = target, Counter(), []
         self.pilot = Pilot(MtpPolicy(None), gate)
         plan = Plan(K, 8, SimpleNamespace(made=(), reason=None), self.pilot)
         m = make_mode(mode, target, plan, company(clean or target, way), 8, lambda width, rows: self.widths.update([width]))
+        m._clock = clock or itertools.count().__next__ # the order of events does not depend on the machine
         self.floor = Floor(target, m, Admission(places if mode in SHARED else 1, queue, 60., lambda r: r.gone))
         self.steps = None
 
@@ -181,7 +184,7 @@ def test_each_says_what_it_says_alone(c):
 def test_batches_are_batches(mode):
     "Eight equal requests decode eight at a time; drafts that are right save steps for all of them."
     c = Case(mode, drafter='oracle', n=8)
-    f = Floors(mode, h.target('llama'))
+    f = Floors(mode, h.target('llama'), clock=lambda: 0.) # reading takes no time, so it comes first
     served = [submitted(f, c, 0) for _ in range(8)]
     f.run()
     for r, alone in served: same(r, alone)
