@@ -13,3 +13,6 @@ def __getattr__(name):
     if name not in _LAZY: raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
     from importlib import import_module
     return getattr(import_module(_LAZY[name]), name)
+
+
+def __dir__(): return sorted({*globals(), *__all__})

@@ -64,7 +64,8 @@ _state: dict = dict(choice='auto', lib=None, late=False, error=None)
 
 def preload() -> None:
     "Load the BLAS that MLXSPEC_BLAS asks for (Linux only). Warns when MLX was imported first; `require` raises what went wrong."
-    _state['choice'] = choice = (raw_env('blas') or 'auto').strip() or 'auto'
+    word = raw_env('blas') or 'auto'
+    _state['choice'] = choice = word.casefold() if word.casefold() in ('auto', 'off') else word # a path keeps its letters
     if sys.platform != 'linux' or choice == 'off' or _state['lib'] is not None: return
     if 'mlx.core' in sys.modules:
         _state['late'] = True

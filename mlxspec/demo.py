@@ -162,7 +162,8 @@ def demo(engine: Any, # an Engine with a drafter
         ) -> list[Answer]:
     "Answer all prompts both ways, printing each as it is done. Raises `PairError` when no drafter is armed."
     if not engine.drafters:
-        raise PairError(f'{engine.name} has no drafter, so there is nothing to compare; try --drafter lookup.')
+        why = engine.snapshot()['speculation']['detail'] or 'No drafter was asked for: try --drafter lookup.'
+        raise PairError(f'{engine.name} decodes plainly, so there is nothing to compare. {why}')
     answers = []
     for i, prompt in enumerate(prompts, 1):
         answers.append(compare(engine, prompt, **params))

@@ -53,7 +53,7 @@ GAUGES = dict(
 # %% ../nbs/40_metrics.ipynb #8fa4d8f1
 class Entry:
     "One choice under way."
-    def __init__(self, ledger: Ledger):
+    def __init__(self, ledger: Any): # the Ledger below
         self.ledger, self.at = ledger, ledger.clock()
         self.first: float | None = None # clock at the first token
         self.last, self.phases = self.at, dict[str, float]()

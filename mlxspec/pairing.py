@@ -158,10 +158,11 @@ def kernels(machine: Device) -> str:
 
 def hint_key(target: Target, head: Any, machine: Device, k: int,
              strategy: str = 'block', # of verify forwards
-             s: Settings = Settings(), # how the drafter is packed, whether the law is compiled
+             s: Settings | None = None, # how the drafter is packed, whether the law is compiled
             ) -> HintKey | None: # None: a model without files is nothing to remember
     "The identity of a measurement."
     if target.path is None: return None
+    s = s or Settings()
     packed = f'-q{s.quantize_drafter}' if s.quantize_drafter else ''
     compiled = '' if s.compile is None else ' compiled' if s.compile else ' not compiled'
     return HintKey(fingerprint(target.path), fingerprint(head.path or target.path) + packed, machine.hardware, k, version('mlx') + compiled,
@@ -228,7 +229,8 @@ def exact_only(drafters: Drafters, x: Exactness | None, s: Settings) -> Drafters
     "No drafter of any kind where no block is exact; PairError when speculation is required."
     if not drafters.made or x is None or not x.declined: return drafters
     if mtp_of(drafters.made) is None: log.warning(x.decline_detail) # else the policy says it
-    return _none(s, 'exactness_declined', x.decline_detail or '')
+    return _none(s, 'exactness_declined', f'{x.decline_detail or ""} So nothing is drafted; `--exactness consistent` drafts all the same, '
+                                           'and `MLXSPEC_BLAS=off` or another BLAS may be exact.'.lstrip())
 
 # %% ../nbs/32_pairing.ipynb #2455a1a5
 def env_bool(s: Settings, name: str, instead_of: str) -> bool:

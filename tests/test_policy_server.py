@@ -337,6 +337,24 @@ def test_a_wrong_word_is_an_error_at_start(name):
     assert load_settings({}, {f'MLXSPEC_{name}': '  '}, []) == load_settings({}, {}, [])
 
 
+@pytest.mark.parametrize('said, want', [('', 'auto'), ('  ', 'auto'), (' Off ', 'off'), ('OFF', 'off'), ('AUTO', 'auto')])
+def test_the_variable_decides_which_blas_is_loaded_and_nothing_else_does(said, want, tmp_path):
+    "No flag, no file: it is read before anything else. What is bound is part of what a verdict is about."
+    (tmp_path/'mlxspec.toml').write_text('max_tokens = 3')
+    code = ("import mlxspec; from mlxspec import blas; from mlxspec.config import load_settings; s = load_settings(); blas.require(); "
+            "print(blas.report().choice, blas.report().library == 'bundled', s.max_tokens, blas.report().label)")
+    out = subprocess.run([sys.executable, '-c', code], cwd=tmp_path, env={**os.environ, 'MLXSPEC_BLAS': said}, capture_output=True, text=True)
+    choice, bundled, tokens, label = out.stdout.split()
+    assert (choice, tokens, out.stderr) == (want, '3', '') and (want == 'auto' or bundled == str(sys.platform == 'linux')) and label
+    assert cli.main(['serve', '--blas', 'off']) == 2
+    (tmp_path/'mlxspec.toml').write_text('blas = "off"')
+    with pytest.raises(ConfigError, match='set MLXSPEC_BLAS instead'): load_settings({}, {}, [tmp_path/'mlxspec.toml'])
+
+
+@pytest.mark.parametrize('said, name, want', [(' OFF ', 'exactness', 'off'), ('Force', 'mtp_gate', 'force'), ('Consistent', 'exactness', 'consistent')])
+def test_words_are_read_in_any_case(said, name, want): assert getattr(load_settings({}, {f'MLXSPEC_{name.upper()}': said}, []), name) == want
+
+
 def test_the_cache_dir_decides_which_verdict_is_found(tiny, cache, hinted, monkeypatch):
     monkeypatch.setattr('mlxspec.device.detect', cpu)
     for where, want in ((hinted, 'settled'), (cache, 'profiling')):

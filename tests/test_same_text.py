@@ -10,7 +10,10 @@ import pytest
 from mlx_lm.generate import generate_step
 
 from mlxspec.cache import leaves
+from mlxspec.core import Emitted, Params
 from mlxspec.drafters import scripted as sc
+from mlxspec.sequence import Sequence
+from mlxspec.text import TextStream
 
 TINY = [k for k in h.AXES['kind'] if k != 'demo']
 CACHES = ('llama', 'gemma3', 'qwen3_5', 'lfm2') # one target per kind of cache
@@ -161,6 +164,34 @@ def test_stop_beats_length_when_it_comes_first(k):
     for n in (at - 1, at, at + 1):
         r = h.run(t, ids, k, oracle(plain.output), stop=(plain.text[6:8],), max_tokens=n)
         ends_right(t, ids, r, plain.output[:min(n, at)], 'length' if n < at else 'stop')
+
+
+@pytest.mark.parametrize('k', (1, 6))
+def test_the_end_at_the_last_token(k):
+    "A text that ends with the very token that exhausts its budget has ended by itself."
+    t, ids = h.target('llama'), h.Case().ids
+    want = h.run(t, ids).output
+    for i in (i for i in (3, 5, 6) if want.index(want[i]) == i):
+        for n in (i, i + 1, i + 2):
+            r = h.run(t, ids, k, oracle(want), ends=[want[i]], max_tokens=n)
+            ends_right(t, ids, r, want[:min(n, i + 1)], 'stop' if n > i else 'length')
+
+
+class Late:
+    "A detokenizer that keeps a character back until the next token, or the end, as those for SentencePiece do."
+    def __init__(self): self.kept = self.last_segment = ''
+    def add_token(self, token): self.last_segment, self.kept = self.kept, chr(token)
+    def finalize(self): self.last_segment, self.kept = self.kept, ''
+
+
+@pytest.mark.parametrize('stop, n, text, finish', [('c', 3, 'ab', 'stop'), ('bc', 3, 'a', 'stop'), ('d', 3, 'abc', 'length'), ('b', 3, 'a', 'stop')])
+def test_a_stop_string_that_the_last_character_completes(stop, n, text, finish):
+    "The budget is used up, and what comes out of the detokenizer then completes a stop string: that ended the text."
+    seq = Sequence([1], Params(max_tokens=n, stop=(stop,)), TextStream(Late(), (stop,)), frozenset())
+    said = ''
+    for token in b'abc'[:n]:
+        if not seq.finish: said += ''.join(t for t, _ in seq.commit(Emitted(token, 'target')).pieces)
+    assert (said, seq.finish) == (text, finish)
 
 
 @pytest.mark.parametrize('k', (1, 2, 6))
