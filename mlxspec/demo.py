@@ -18,9 +18,9 @@ from typing import Any
 from .core import PairError, round_half_away
 
 # %% auto #0
-__all__ = ['PROMPTS', 'RUNS', 'MAX_TOKENS', 'BUDGET_S', 'BOTH', 'ACCEPTED', 'QUOTES', 'as_chat', 'arms_of', 'Arm', 'Answer',
-           'first_difference', 'seconds', 'compare', 'marked', 'counts', 'total_ratios', 'verdict', 'show', 'as_json',
-           'demo']
+__all__ = ['PROMPTS', 'RUNS', 'MAX_TOKENS', 'BUDGET_S', 'BOTH', 'ACCEPTED', 'QUOTES', 'REMEDY', 'as_chat', 'arms_of', 'Arm',
+           'Answer', 'first_difference', 'seconds', 'compare', 'marked', 'counts', 'total_ratios', 'verdict', 'show',
+           'as_json', 'demo']
 
 # %% ../nbs/52_demo.ipynb #775f09c5
 PROMPTS = (
@@ -155,6 +155,8 @@ def as_json(engine: Any, answers: Sequence[Answer]) -> dict:
                 ratios={n: round_half_away(r) for n, r in total_ratios(answers).items()}, answers=[one(a) for a in answers])
 
 # %% ../nbs/52_demo.ipynb #6ac25c67
+REMEDY = '`--exactness consistent` drafts all the same; `MLXSPEC_BLAS=off` or another BLAS may be exact.'
+
 def demo(engine: Any, # an Engine with a drafter
          prompts: Sequence[str] = PROMPTS,
          console: Any = None, # rich console to print to; None: print nothing
@@ -162,7 +164,9 @@ def demo(engine: Any, # an Engine with a drafter
         ) -> list[Answer]:
     "Answer all prompts both ways, printing each as it is done. Raises `PairError` when no drafter is armed."
     if not engine.drafters:
-        why = engine.snapshot()['speculation']['detail'] or 'No drafter was asked for: try --drafter lookup.'
+        s = engine.snapshot()['speculation']
+        why = s['detail'] or 'No drafter was asked for: try --drafter lookup.'
+        if s['reason'] == 'exactness_declined': why += f' {REMEDY}'
         raise PairError(f'{engine.name} decodes plainly, so there is nothing to compare. {why}')
     answers = []
     for i, prompt in enumerate(prompts, 1):

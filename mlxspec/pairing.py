@@ -229,8 +229,7 @@ def exact_only(drafters: Drafters, x: Exactness | None, s: Settings) -> Drafters
     "No drafter of any kind where no block is exact; PairError when speculation is required."
     if not drafters.made or x is None or not x.declined: return drafters
     if mtp_of(drafters.made) is None: log.warning(x.decline_detail) # else the policy says it
-    return _none(s, 'exactness_declined', f'{x.decline_detail or ""} So nothing is drafted; `--exactness consistent` drafts all the same, '
-                                           'and `MLXSPEC_BLAS=off` or another BLAS may be exact.'.lstrip())
+    return _none(s, 'exactness_declined', x.decline_detail or '')
 
 # %% ../nbs/32_pairing.ipynb #2455a1a5
 def env_bool(s: Settings, name: str, instead_of: str) -> bool:
