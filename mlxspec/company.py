@@ -18,9 +18,10 @@ import mlx.core as mx
 from .cache import is_recurrent
 from .core import Forward, MlxspecError
 from .exactness import LONG, SHORT, Difference, Memo, Stage, difference, law_differs, set_stage, writes_differ
+from .intercept import intercept
 from .ragged import Ragged, RaggedKV, runs_side_by_side
 from .recurrent import Record, Tape, fits, recording, replay
-from .strategies import OneWay
+from .strategies import ATTENTION, OneWay
 from .target import Target, close_enough, entries_of
 
 # %% auto #0
@@ -29,7 +30,6 @@ __all__ = ['TOGETHER', 'APART', 'WAYS', 'log', 'LADDER', 'own_mask', 'one_by_one
 
 # %% ../nbs/09_company.ipynb #e4bb9c38
 TOGETHER, APART = WAYS = ('together', 'apart')
-_NAME = 'scaled_dot_product_attention'
 
 def own_mask(mask: Any, # [B or 1, ., n, slots] as the model made it
              kv: RaggedKV, seq: int, at: slice, # its slots among those shown
@@ -55,11 +55,7 @@ def one_by_one(attention: Callable[..., mx.array]) -> Callable[..., mx.array]:
 def attention_apart(homes: list[Any], # from `attention_homes`
                    ) -> Generator[None]:
     "Attention is apart in forwards whose graph is built inside."
-    originals = [getattr(h, _NAME) for h in homes]
-    for h, f in zip(homes, originals, strict=True): setattr(h, _NAME, one_by_one(f))
-    try: yield
-    finally:
-        for h, f in zip(homes, originals, strict=True): setattr(h, _NAME, f)
+    with intercept(homes, ATTENTION, one_by_one): yield
 
 def run_ragged(target: Target, cache: Ragged, ids: mx.array, # [B, L]
                way: str, # of WAYS

@@ -8,6 +8,7 @@ Docs: https://mlxspec.github.io/mlxspec/recurrent.html.md"""
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+
+from .intercept import intercept
 
 # %% auto #0
 __all__ = ['Record', 'Tape', 'ListenedConv1d', 'listen', 'recording', 'fits', 'replay']
@@ -40,12 +43,12 @@ class Tape:
 
 # %% ../nbs/06_recurrent.ipynb #722cc7c2
 _UPDATE = 'gated_delta_update'
-_on_air: list[Tape] = [] # the tape that records now; at most one
+_air = threading.local() # .tape: the one that records in this thread now
 
 class ListenedConv1d(nn.Conv1d):
     "A convolution that tells the tape what it reads."
     def __call__(self, x: mx.array) -> mx.array:
-        if _on_air: _on_air[0].convs.append(x)
+        if tape := getattr(_air, 'tape', None): tape.convs.append(x)
         return super().__call__(x)
 
 def listen(model: nn.Module, # an mlx-lm model
@@ -61,18 +64,16 @@ def listen(model: nn.Module, # an mlx-lm model
 @contextmanager
 def recording(homes: list[Any]) -> Generator[Tape]: # from `listen`
     "Record the forwards whose graph is built inside."
-    tape, originals = Tape(), [getattr(h, _UPDATE) for h in homes]
+    tape = Tape()
     def listener(original):
         def update(*args, **kwargs):
             tape.close_layer(original, args, kwargs)
             return original(*args, **kwargs)
         return update
-    _on_air.append(tape)
-    for h, f in zip(homes, originals, strict=True): setattr(h, _UPDATE, listener(f))
-    try: yield tape
-    finally:
-        _on_air.clear()
-        for h, f in zip(homes, originals, strict=True): setattr(h, _UPDATE, f)
+    _air.tape = tape
+    try:
+        with intercept(homes, _UPDATE, listener): yield tape
+    finally: _air.tape = None
 
 # %% ../nbs/06_recurrent.ipynb #c79c8138
 def fits(tape: Tape, entries: list[Any], # recurrent cache entries, in the order of the layers

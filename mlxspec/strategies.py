@@ -16,8 +16,10 @@ from typing import Any, Protocol
 import mlx.core as mx
 import mlx.nn as nn
 
+from .intercept import intercept
+
 # %% auto #0
-__all__ = ['Attention', 'STRATEGIES', 'keys_of_row', 'cut', 'length', 'mask_of_row', 'row_by_row', 'attention_homes',
+__all__ = ['Attention', 'ATTENTION', 'STRATEGIES', 'keys_of_row', 'cut', 'length', 'mask_of_row', 'row_by_row', 'attention_homes',
            'row_attention', 'Ways', 'OneWay']
 
 # %% ../nbs/07_strategies.ipynb #c7da7d56
@@ -66,23 +68,19 @@ def row_by_row(attention: Attention, # mlx-lm's scaled_dot_product_attention
     return rows
 
 # %% ../nbs/07_strategies.ipynb #cda3987e
-_NAME = 'scaled_dot_product_attention'
+ATTENTION = 'scaled_dot_product_attention' # what mlx-lm calls it
 
 def attention_homes(model: nn.Module, # an mlx-lm model
                    ) -> list[Any]: # Python modules; empty when the model calls MLX directly
     "Where the model's layers look their attention up."
-    found = {home.__name__: home for _, m in model.named_modules() if hasattr(home := sys.modules[type(m).__module__], _NAME)}
+    found = {home.__name__: home for _, m in model.named_modules() if hasattr(home := sys.modules[type(m).__module__], ATTENTION)}
     return list(found.values())
 
 @contextmanager
 def row_attention(homes: list[Any], # from `attention_homes`
                   used: int | None = None) -> Generator[None]:
     "Attention is row by row in forwards whose graph is built inside."
-    originals = [getattr(h, _NAME) for h in homes]
-    for h, f in zip(homes, originals, strict=True): setattr(h, _NAME, row_by_row(f, used))
-    try: yield
-    finally:
-        for h, f in zip(homes, originals, strict=True): setattr(h, _NAME, f)
+    with intercept(homes, ATTENTION, lambda attention: row_by_row(attention, used)): yield
 
 # %% ../nbs/07_strategies.ipynb #cf46d063
 STRATEGIES = 'block', 'row_attention', 'padded' # cheapest first

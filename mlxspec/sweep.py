@@ -16,7 +16,8 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.base import create_causal_mask
 
-from .strategies import Attention, cut, length
+from .intercept import intercept
+from .strategies import ATTENTION, Attention, cut, length
 
 # %% auto #0
 __all__ = ['DENSE', 'CROSS', 'RUN', 'PORTION', 'Call', 'one_head', 'listening', 'counts', 'differ', 'sweep']
@@ -82,23 +83,18 @@ def one_head(call: Call) -> Call:
     return replace(call, query=mx.contiguous(call.query[:, :n]), keys=few(call.keys), values=few(call.values), rest=rest, mask=mask, chain={})
 
 # %% ../nbs/07_sweep.ipynb #31adf69d
-_NAME = 'scaled_dot_product_attention'
-
 @contextmanager
 def listening(homes: list[Any], # from `attention_homes`
              ) -> Generator[dict[tuple, Call]]: # one call of each look
     "Collect what layers give to attention in forwards whose graph is built inside."
-    calls, originals = {}, [getattr(h, _NAME) for h in homes]
+    calls: dict[tuple, Call] = {}
     def listener(original: Attention) -> Attention:
         def attention(queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, **rest) -> mx.array:
             c = Call(original, mx.contiguous(queries[:, :, :1]), keys, values, cache, mask, dict(scale=scale) | rest)
             calls.setdefault(c.look, one_head(c) if mx.default_device().type == mx.DeviceType.cpu else c)
             return original(queries, keys, values, cache=cache, scale=scale, mask=mask, **rest)
         return attention
-    for h, f in zip(homes, originals, strict=True): setattr(h, _NAME, listener(f))
-    try: yield calls
-    finally:
-        for h, f in zip(homes, originals, strict=True): setattr(h, _NAME, f)
+    with intercept(homes, ATTENTION, listener): yield calls
 
 # %% ../nbs/07_sweep.ipynb #3235db22
 DENSE, CROSS, RUN = 256, 8, 48 # up to here all; lengths from a threshold on; lengths in a run

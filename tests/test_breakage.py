@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import mlx.core as mx
@@ -153,3 +154,19 @@ def test_what_the_device_cannot_compute_is_no_model_for_it(monkeypatch):
     def forward(*_, **__): raise RuntimeError('[GatherMM::eval] Currently only supports float32.')
     monkeypatch.setattr(Target, 'forward', forward)
     with pytest.raises(ModelError, match='^odd does not run as a language model: .*only supports float32.$'): Target(tiny_model('llama'), byte_tokenizer(), {}, 'odd')
+
+
+# --- two engines in one process ---------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('kind', ['llama', 'qwen3_5'])
+def test_engines_at_work_at_once_do_not_hear_each_other(kind):
+    "Each is probed, and each records and takes back what its own thread runs."
+    def answers(seeds):
+        with Engine.from_model(tiny_model(kind), byte_tokenizer(), mtp_gate='force', drafter='lookup') as e:
+            level = e.snapshot()['speculation']['reason']
+            runs = [e.generate([65, 66, 67] * 4, max_tokens=24, temperature=1.0, seed=s, ignore_eos=True) for s in seeds]
+            return level, [[t.id for t in r.tokens] for r in runs], sum(r.stats.drafted for r in runs)
+    alone = answers(range(4))
+    with ThreadPoolExecutor(3) as pool: together = list(pool.map(answers, [range(4)] * 3))
+    assert alone[0] is None and alone[2] > 0
+    assert together == [alone] * 3
