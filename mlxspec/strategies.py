@@ -7,20 +7,22 @@ Docs: https://mlxspec.github.io/mlxspec/strategies.html.md"""
 # %% ../nbs/07_strategies.ipynb #f2d40ca1
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 
 from .intercept import intercept
 
 # %% auto #0
-__all__ = ['Attention', 'ATTENTION', 'STRATEGIES', 'keys_of_row', 'cut', 'length', 'mask_of_row', 'row_by_row', 'attention_homes',
-           'row_attention', 'Ways', 'OneWay']
+__all__ = ['Attention', 'ATTENTION', 'STRATEGIES', 'keys_of_row', 'cut', 'length', 'mask_of_row', 'row_by_row', 'latent_layers',
+           'one_by_one', 'attention_homes', 'row_attention', 'Ways', 'OneWay']
 
 # %% ../nbs/07_strategies.ipynb #c7da7d56
 def keys_of_row(i: int, # row of the block
@@ -67,6 +69,22 @@ def row_by_row(attention: Attention, # mlx-lm's scaled_dot_product_attention
         return mx.concatenate(out, axis=2)
     return rows
 
+# %% ../nbs/07_strategies.ipynb #ec852b7b
+def latent_layers(model: nn.Module, # an mlx-lm model
+                 ) -> list[type]: # classes
+    "Attention layers whose arithmetic depends on the number of rows."
+    inside = MultiLinear, QuantizedMultiLinear
+    found = {type(m): None for _, m in model.named_modules() if any(isinstance(c, inside) for c in m.children().values())}
+    return [c for c in found if [*inspect.signature(c.__call__).parameters][1:4] == ['x', 'mask', 'cache']]
+
+def one_by_one(layer: Callable[..., mx.array], # its `__call__`
+              ) -> Callable[..., mx.array]: # same signature
+    "A layer that is called once per row."
+    def rows(self: nn.Module, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array: # x: [B, L, H]
+        if x.shape[1] == 1: return layer(self, x, mask, cache)
+        return mx.concatenate([layer(self, mx.contiguous(x[:, i:i + 1]), None, cache) for i in range(x.shape[1])], axis=1)
+    return rows
+
 # %% ../nbs/07_strategies.ipynb #cda3987e
 ATTENTION = 'scaled_dot_product_attention' # what mlx-lm calls it
 
@@ -78,9 +96,10 @@ def attention_homes(model: nn.Module, # an mlx-lm model
 
 @contextmanager
 def row_attention(homes: list[Any], # from `attention_homes`
+                  latent: Sequence[type] = (), # from `latent_layers`
                   used: int | None = None) -> Generator[None]:
     "Attention is row by row in forwards whose graph is built inside."
-    with intercept(homes, ATTENTION, lambda attention: row_by_row(attention, used)): yield
+    with intercept(homes, ATTENTION, lambda attention: row_by_row(attention, used)), intercept(list(latent), '__call__', one_by_one): yield
 
 # %% ../nbs/07_strategies.ipynb #cf46d063
 STRATEGIES = 'block', 'row_attention', 'padded' # cheapest first

@@ -23,7 +23,7 @@ from .cache import is_recurrent, leaves, take_back, takes_back, with_windows, wr
 from .config import parse_path
 from .core import Forward, MlxspecError, ModelError
 from .recurrent import Tape, fits, listen, recording, replay
-from .strategies import OneWay, Ways, attention_homes, row_attention
+from .strategies import OneWay, Ways, attention_homes, latent_layers, row_attention
 
 # %% auto #0
 __all__ = ['model_path', 'load_files', 'flat_rope', 'Tap', 'body_of', 'layer_of', 'entries_of', 'remember', 'put_back',
@@ -152,7 +152,7 @@ class Transaction:
 
     def _run(self, ids: mx.array, hidden: bool = False) -> Forward:
         n, padding = ids.shape[1], self.wrote - self.rows
-        by_row = nullcontext() if self.strategy == 'block' else row_attention(self.target.attention, n)
+        by_row = nullcontext() if self.strategy == 'block' else row_attention(self.target.attention, self.target.latent, n)
         with by_row: f = self.target.forward(mx.pad(ids, [(0, 0), (0, padding)]) if padding else ids, self.cache, hidden)
         return f.first(n) if padding else f
 
@@ -235,7 +235,7 @@ class Target:
         self.context_length = context if isinstance(context, int) and context > 0 else None # None: unlimited, as far as we know
         self._tap: Tap | None = None
         self._taps: dict[int | str, Tap] = {} # of layers
-        self.homes, self.attention = listen(model), attention_homes(model)
+        self.homes, self.attention, self.latent = listen(model), attention_homes(model), latent_layers(model)
         self.ways: Ways = OneWay() # how blocks are run; whoever has probed puts the answer here
         self.vocab_size: int = self._probe()
         self.eos = frozenset(i for i in self.tokenizer.eos_token_ids if 0 <= i < self.vocab_size) # a config may name others
