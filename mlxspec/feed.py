@@ -8,6 +8,7 @@ Docs: https://mlxspec.github.io/mlxspec/feed.html.md"""
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from typing import Any
@@ -34,8 +35,9 @@ def weight(item: Any) -> int: # bytes, roughly
 class Feed:
     "What the jobs of one response say, for the event loop in which the feed was made."
     def __init__(self, on_flood: Callable[[], object] = lambda: None): # runs on the loop
-        self.loop, self.queue = asyncio.get_running_loop(), asyncio.Queue()
+        self.loop, self.items = asyncio.get_running_loop(), deque[Item]()
         self.unread, self.flooded, self._on_flood = 0, False, on_flood
+        self._waiter: asyncio.Future | None = None # of the one who waits for an item
 
     def post(self, fn: Callable, *args) -> None:
         "Have the loop call `fn`; any thread."
@@ -49,15 +51,25 @@ class Feed:
         if self.unread > MAX_UNREAD and not self.flooded:
             self.flooded = True
             self._on_flood()
-        self.queue.put_nowait((index, item))
+        self.items.append((index, item))
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter and not self._waiter.done(): self._waiter.set_result(None)
+
+    async def _wait(self, patience: float) -> None:
+        self._waiter = self.loop.create_future()
+        timer = self.loop.call_later(patience, self._wake)
+        try: await self._waiter
+        finally: timer.cancel()
 
     async def get(self, patience: float, # seconds
                  ) -> Item | None: # None: nothing came
         "The next item. RequestError when the client has fallen too far behind."
         if self.flooded: raise RequestError('The answer was read too slowly.', None, Code.request_timeout.name, 408)
-        try:
-            async with asyncio.timeout(patience): index, item = await self.queue.get()
-        except TimeoutError: return None
+        if not self.items: await self._wait(patience)
+        if not self.items: return None
+        index, item = self.items.popleft()
         self.unread -= weight(item)
         return index, item
 
@@ -111,15 +123,22 @@ class EventResponse(StreamingResponse):
         self.cancel, self.hang_up = cancel, hang_up
 
     async def __call__(self, scope, receive, send) -> None:
-        gone = False
-        async def patiently(message):
-            nonlocal gone
-            if gone: return
-            try:
-                async with asyncio.timeout(SLOW_S): await send(message)
-            except TimeoutError:
-                gone = True
-                self.cancel()
-                self.hang_up(scope.get('request_id', ''))
-        try: await super().__call__(scope, receive, patiently)
-        finally: self.cancel()
+        loop, since = asyncio.get_running_loop(), None # when the message began that is being sent
+        async def timed(message):
+            nonlocal since
+            since = loop.time()
+            await send(message)
+            since = None
+        def look():
+            nonlocal clock
+            if since is not None and loop.time() - since > SLOW_S: limit.reschedule(since)
+            else: clock = loop.call_later(SLOW_S / 4, look)
+        clock = loop.call_later(SLOW_S / 4, look)
+        try:
+            async with asyncio.timeout(None) as limit: await super().__call__(scope, receive, timed)
+        except TimeoutError:
+            self.hang_up(scope.get('request_id', ''))
+            await asyncio.sleep(.01) # until the connection has heard of it
+        finally:
+            clock.cancel()
+            self.cancel()

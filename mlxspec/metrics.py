@@ -22,7 +22,7 @@ from .errors import Code, too_large
 from .policy import STATES
 
 # %% auto #0
-__all__ = ['BUCKETS', 'COUNTERS', 'HISTOGRAMS', 'GAUGES', 'Entry', 'code_of', 'Ledger']
+__all__ = ['BUCKETS', 'COUNTERS', 'HISTOGRAMS', 'GAUGES', 'CAUSES', 'Entry', 'code_of', 'cause', 'Ledger']
 
 # %% ../nbs/40_metrics.ipynb #846cef91
 BUCKETS = .001, .002, .004, .008, .016, .03, .06, .125, .25, .5, 1, 2, 4, 8, 30, 60 # seconds
@@ -36,7 +36,7 @@ COUNTERS = dict( # name -> label and help
     spec_decode_num_draft_tokens=('source', 'Drafts that were verified.'),
     spec_decode_num_accepted_tokens=('source', 'Drafts that were kept.'),
     spec_decode_num_accepted_tokens_per_pos=('position', 'Drafts that were kept, by their place in the block.'),
-    spec_gate_transitions=('from,to', 'Changes of what the gate runs, inside requests.'))
+    spec_gate_transitions=('from,to,reason', 'Changes of what the gate runs, inside requests.'))
 HISTOGRAMS = dict(
     time_to_first_token_seconds=(None, 'From submission to the first token.'),
     inter_token_latency_seconds=(None, 'Time between two steps, divided by the tokens of the second; one entry per step.'),
@@ -70,9 +70,9 @@ class Entry:
             self.first = now
         self.last = now
         if s is None: return
-        for phase in ('draft', 'verify', 'commit') if s.phases else ():
+        for phase, histogram in self.ledger.steps.items() if s.phases else ():
             before, self.phases[phase] = self.phases.get(phase, 0.), s.phases[phase]
-            if s.phases[phase] > before: m['spec_step_seconds'].labels(phase).observe(s.phases[phase] - before)
+            if s.phases[phase] > before: histogram.observe(s.phases[phase] - before)
 
     def end(self, future: Future) -> None:
         "The choice has ended, however that came about."
@@ -86,12 +86,20 @@ class Entry:
         if self.first is not None: return 'decode'
         return 'prefill' if self.stats and self.stats.prefill_s else 'queued'
 
-# %% ../nbs/40_metrics.ipynb #0890e717
+# %% ../nbs/40_metrics.ipynb #b0c73f78
 def code_of(e: BaseException) -> str: # a name of `Code`
     "The label of a failure."
     if too_large(e): return Code.out_of_memory.name
     return e.code if isinstance(e, MlxspecError) and e.code in Code.__members__ else Code.engine_error.name
 
+CAUSES = dict(acceptance_fell='acceptance fell', acceptance_pays='pays', slower='got slower', faster='measured to be faster',
+              windows='times in a row') # label -> words of a gate's reason
+
+def cause(reason: str) -> str: # a key of CAUSES, or 'other'
+    "The label of a gate's reason, which itself has numbers in it."
+    return next((label for label, words in CAUSES.items() if words in reason), 'other')
+
+# %% ../nbs/40_metrics.ipynb #0890e717
 class Ledger:
     "All metrics of one server."
     def __init__(self, prefix: str = 'mlxspec', clock: Callable[[], float] = time.perf_counter): # seconds
@@ -100,6 +108,7 @@ class Ledger:
         kinds: Any = (Counter, COUNTERS, {}), (Gauge, GAUGES, {}), (Histogram, HISTOGRAMS, dict(buckets=BUCKETS))
         self.of: dict[str, Any] = {n: cls(f'{prefix}:{n}', text, label.split(',') if label else (), registry=self.registry, **more)
                                    for cls, table, more in kinds for n, (label, text) in table.items()}
+        self.steps = {p: self.of['spec_step_seconds'].labels(p) for p in ('draft', 'verify', 'commit')}
 
     def open(self) -> Entry: return Entry(self)
     def refused(self, e: BaseException) -> None:
@@ -123,7 +132,7 @@ class Ledger:
             add('spec_decode_num_draft_tokens', drafted, source), add('spec_decode_num_accepted_tokens', accepted, source)
         for i in range(max(s.per_step_accepted, default=0)):
             add('spec_decode_num_accepted_tokens_per_pos', sum(a > i for a in s.per_step_accepted), str(i))
-        for w in s.choice.switches: add('spec_gate_transitions', 1, w['from'].split()[0], w['to'].split()[0])
+        for w in s.choice.switches: add('spec_gate_transitions', 1, w['from'].split()[0], w['to'].split()[0], cause(w['reason']))
 
     def look(self, engine: Any) -> None: # engine: None while the model loads
         "Read the gauges off the engine."

@@ -100,8 +100,10 @@ def say(s: State, text: str) -> list[Piece]:
 def cut_text(s: State) -> list[Piece] | None: # None: more text is needed
     "Hand out up to the next marker, or all that is safe."
     stops = markers(s)
-    if not stops:
-        text, s.buf = s.buf, ''
+    if not s.buf: return None
+    if not any(m[:1] in s.buf for m in stops): # the usual case, and cheap: no marker begins here
+        text = s.buf.rstrip() if stops else s.buf
+        s.buf = s.buf[len(text):]
         return say(s, text) or None
     if hit := find_stop(s.buf, stops):
         at, marker = hit

@@ -11,7 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from functools import reduce
+from functools import cached_property, reduce
 from typing import Annotated, Any, ClassVar, Protocol, TypeVar
 from urllib.parse import quote
 
@@ -22,9 +22,9 @@ from .core import Choices, Chunk, Params, RequestError, RequestStats
 from .errors import first_problem, path_of
 
 # %% auto #0
-__all__ = ['MAX_DEPTH', 'Int', 'Num', 'Stops', 'MAX_N', 'MAX_CHOICES', 'REFUSED', 'R', 'SAME', 'DONE', 'check_leaf', 'check_tree',
-           'read_body', 'whole', 'fits', 'Strict', 'text_content', 'StreamOptions', 'Speculation', 'Prediction',
-           'Shared', 'check_supported', 'ignored', 'read', 'predicted', 'read_bias', 'to_params', 'usage',
+__all__ = ['MAX_DEPTH', 'Int', 'Num', 'Stops', 'MAX_N', 'MAX_CHOICES', 'REFUSED', 'R', 'SAME', 'DONE', 'to_json', 'check_leaf',
+           'check_tree', 'read_body', 'whole', 'fits', 'Strict', 'text_content', 'StreamOptions', 'Speculation',
+           'Prediction', 'Shared', 'check_supported', 'ignored', 'read', 'predicted', 'read_bias', 'to_params', 'usage',
            'speculation', 'together', 'gate_account', 'account', 'Head', 'Choice', 'frame', 'Response']
 
 # %% ../nbs/40_wire.ipynb #c538da3f
@@ -290,9 +290,11 @@ class Choice(Protocol):
 # %% ../nbs/40_wire.ipynb #e9891ce1
 DONE = 'data: [DONE]\n\n'
 
+to_json: Callable[[Any], str] = json.JSONEncoder(allow_nan=False, separators=(',', ':')).encode
+
 def frame(data: dict) -> str:
     "One server-sent event."
-    return f'data: {json.dumps(data, allow_nan=False, separators=(",", ":"))}\n\n'
+    return f'data: {to_json(data)}\n\n'
 
 @dataclass
 class Response:
@@ -314,7 +316,12 @@ class Response:
         if choice is None: return ''
         if self.options.continuous_usage_stats: more['usage'] = self.so_far()
         elif self.options.include_usage: more['usage'] = None
-        return frame(self.head.wrap(self.kinds[1], [choice], **more))
+        rest = ',' + to_json(more)[1:-1] if more else ''
+        return f'{self.before}{to_json(choice)}]{rest}}}\n\n'
+
+    @cached_property
+    def before(self) -> str: # an event up to its choice
+        return frame(self.head.wrap(self.kinds[1], [])).removesuffix(']}\n\n')
 
     def so_far(self) -> dict:
         n = sum(c.tokens for c in self.choices)

@@ -20,7 +20,7 @@ from .reply import Piece, Splitter
 from .wire import REFUSED, Int, Shared, Strict, read, text_content
 
 # %% auto #0
-__all__ = ['ROLES', 'MAX_SCHEMA', 'RESERVED', 'past_call', 'template_message', 'Function', 'Tool', 'template_tools',
+__all__ = ['ROLES', 'MAX_SCHEMA', 'RESERVED', 'KEYS', 'past_call', 'template_message', 'Function', 'Tool', 'template_tools',
            'ChatRequest', 'read_chat', 'chat_params', 'template_inputs', 'finite', 'logprob_entry', 'logprob_content',
            'Message', 'call_entry', 'add_pieces', 'message_dict', 'ChatChoice', 'new_choice']
 
@@ -166,21 +166,23 @@ def call_entry(m: Message, index: int, arguments: str) -> dict:
     return {'id': f'call_{m.answer_id}_{index}', 'type': 'function',
             'function': {'name': m.calls[index][0], 'arguments': arguments}}
 
+KEYS = dict(reasoning='reasoning_content', content='content') # kind of a piece -> field of the delta
+
 def add_pieces(m: Message, pieces: list[Piece]) -> dict: # delta, empty when nothing is new
     "Take the pieces of one step."
-    before, new = len(m.calls), {}
-    for p in pieces:
-        if p.kind == 'call': m.calls.append((p.text, []))
-        elif p.kind == 'arguments': m.calls[-1][1].append(p.text)
-        else: m.texts[p.kind].append(p.text)
-        if p.kind in ('call', 'arguments'):
-            at = len(m.calls) - 1
-            new[at] = new.get(at, '') + (p.text if p.kind == 'arguments' else '')
-    text = lambda kind: ''.join(p.text for p in pieces if p.kind == kind)
+    before, delta, new = len(m.calls), dict[str, Any](), dict[int, str]()
+    for kind, text in pieces:
+        if kind in KEYS:
+            m.texts[kind].append(text)
+            delta[KEYS[kind]] = delta.get(KEYS[kind], '') + text
+            continue
+        if kind == 'call': m.calls.append((text, []))
+        else: m.calls[-1][1].append(text)
+        at = len(m.calls) - 1
+        new[at] = new.get(at, '') + (text if kind == 'arguments' else '')
     calls = [{'index': i, **(call_entry(m, i, a) if i >= before else {'function': {'arguments': a}})}
              for i, a in new.items()]
-    delta = {'reasoning_content': text('reasoning'), 'content': text('content'), 'tool_calls': calls}
-    return {k: v for k, v in delta.items() if v}
+    return delta | {'tool_calls': calls} if calls else delta
 
 def message_dict(m: Message) -> dict:
     "The whole message."

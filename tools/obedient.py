@@ -2,15 +2,19 @@
 
     python tools/obedient.py --port 0 [--hurry] [options of `mlxspec serve`]
 
-Words a message may begin with: `stream N MS` (N steps, MS milliseconds apart), `flood` (a hundred large steps), `fail` and
+Words a message may begin with: `stream N MS` (N steps, MS milliseconds apart), `chorus N MS` (the same, but all such requests take
+each step together, as a batch does), `flood` (a hundred large steps), `fail` and
 `fail later` (an exception that quotes the prompt, before or after the first token), `memory`, `die` (the thread that computes
 ends), `stall S` (one step of S seconds). Anything else is answered with the message itself and the seed."""
 import sys
 import threading
+import time
+from concurrent.futures import Future
+from dataclasses import replace
 
 from mlxspec import cli, connection, edge, feed, scheduler, serving
-from mlxspec.core import Chunk, Emitted, RequestError
-from mlxspec.stand_in import StandIn
+from mlxspec.core import Cancelled, Chunk, Emitted, RequestError, RequestStats
+from mlxspec.stand_in import StandIn, StandInJob, recite
 
 
 def token(text): return Chunk(text, (Emitted(65, 'target'),), (text,))
@@ -38,12 +42,45 @@ def script(prompt, params):
     else: yield from (*text, str(params.seed), '.')
 
 
+class Chorus:
+    "Requests that take every step together."
+    def __init__(self): self.parts, self.singing, self.lock = [], False, threading.Lock()
+
+    def join(self, sched, ms, params, on_chunk):
+        stats, future, stop = RequestStats(prompt_tokens=1, seed=params.seed), Future(), threading.Event()
+        with self.lock:
+            self.parts.append((recite((token('x'),) * params.max_tokens, params, stats, on_chunk), future, stop))
+            first, self.singing = not self.singing, True
+        if first: sched.submit_stepper(self.sing(ms))
+        return StandInJob(params, stats, future, stop.set)
+
+    def sing(self, ms):
+        while self.more():
+            if ms: time.sleep(ms / 1e3)
+            for part in self.parts[:]:
+                steps, future, stop = part
+                if next(steps, None) and not stop.is_set(): continue
+                self.parts.remove(part)
+                if stop.is_set(): future.set_exception(Cancelled('The client went away.'))
+                else: future.set_result(None)
+            yield 'plain_batch'
+
+    def more(self):
+        with self.lock:
+            self.singing = bool(self.parts)
+            return self.singing
+
+
 class Obedient(StandIn):
     "It has room for long prompts, and knows every character."
     vocab_size, context_length = 0x110000, 4096
-    def __init__(self, settings): super().__init__(write=script, max_queue=settings.max_queue)
+    def __init__(self, settings):
+        super().__init__(write=script, max_queue=settings.max_queue)
+        self.chorus = Chorus()
     def submit(self, prompt, params, on_chunk):
         if not all(0 <= t < self.vocab_size for t in prompt): raise RequestError('There are no such tokens.', 'prompt')
+        word, *rest = ''.join(map(chr, prompt)).split() or ['']
+        if word == 'chorus': return self.chorus.join(self.sched, int(rest[1]), replace(params, max_tokens=int(rest[0])), on_chunk)
         return super().submit(prompt, params, on_chunk)
 
 
