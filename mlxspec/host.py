@@ -21,14 +21,15 @@ from .core import Cancelled, Chunk, MlxspecError, Params, RequestError
 from .errors import Code, later, told
 from .feed import PING, Feed, Item, steps
 from .metrics import Ledger
+from .policy import NO_GPU, Gpu
 from .scheduler import OwnerStopped
 from .wire import Head, Response, frame, to_params, together
 
 # %% auto #0
-__all__ = ['Host', 'loaded', 'unavailable', 'check_model', 'Turn', 'open_turn', 'submit', 'submit_all', 'admit', 'enter',
-           'honest', 'whole', 'begin', 'events', 'fingerprint']
+__all__ = ['MAX_WRITE', 'Host', 'loaded', 'unavailable', 'check_model', 'Turn', 'open_turn', 'submit', 'submit_all', 'admit',
+           'enter', 'honest', 'whole', 'begin', 'events', 'fingerprint']
 
-# %% ../nbs/41_host.ipynb #4c5c3cf9
+# %% ../nbs/41_host.ipynb #5801a122
 @dataclass(eq=False)
 class Host:
     "The server as its routes see it."
@@ -43,6 +44,7 @@ class Host:
     new_id: Callable[[], str] = lambda: secrets.token_hex(12)
     now: Callable[[], float] = time.time    # Unix time, seconds
     hang_up: Callable[[str], object] = lambda request_id: None # cuts a connection
+    gpu: Gpu = NO_GPU                       # of this machine, told also while the model loads
     stopping: bool = False
     ledger: Ledger = field(default_factory=Ledger) # for /metrics
     jobs: dict[Future, Any] = field(default_factory=dict) # not ended yet, by their futures
@@ -179,22 +181,26 @@ async def begin(host: Host, req: Any) -> tuple[Turn, Item | None]:
         turn.cancel()
         raise honest(host, e) from None
 
+MAX_WRITE = 16384 # characters of events that leave together, about
+
 async def events(host: Host, turn: Turn, first: Item | None, request_id: str) -> AsyncIterator[str]:
     "The events of a stream: whole, or with one error at the end."
-    r, opening = turn.response, turn.response.start()
+    r, ready, begun = turn.response, '', False
     try:
         if first is None: yield PING
         async for what in steps(turn.feed, len(turn.jobs), first):
             if what is None:
                 yield PING
                 continue
+            if not begun: ready, begun = r.start(), True
             index, chunk = what
-            event = r.end(index) if chunk is None else r.step(index, chunk)
-            if opening or event: yield opening + event
-            opening = ''
-        yield r.finish(*await turn.ending())
+            ready += r.end(index) if chunk is None else r.step(index, chunk)
+            if turn.feed.items and len(ready) < MAX_WRITE: continue
+            if ready: yield ready
+            ready = ''
+        yield ready + r.finish(*await turn.ending())
     except Exception as e: # of any kind: the client must learn that the answer is not whole
-        yield frame(told(honest(host, e), request_id)[1])
+        yield ready + frame(told(honest(host, e), request_id)[1])
 
 # %% ../nbs/41_host.ipynb #77997a5d
 def fingerprint(engine: Any, mode: str) -> str: # mode of the scheduler

@@ -172,7 +172,7 @@ def make_policy(target: Target, drafters: tuple[Drafter, ...], machine: Device, 
                 exactness: Exactness | None = None, # None: nothing was probed
                ) -> MtpPolicy:
     "The policy of this pairing; without a head it has nothing to decide."
-    gpu, head = Gpu(machine.gpu_vendor, machine.gpu_device, machine.gpu_architecture), mtp_of(drafters)
+    gpu, head = Gpu.of(machine), mtp_of(drafters)
     if head is None: return MtpPolicy(None, gpu=gpu, publish=publish)
     k, known = block_size(head, exactness), exactness.summary() if exactness else None
     key = hint_key(target, head, machine, k, known['strategy'] if known else 'block', s)

@@ -41,6 +41,10 @@ class Gpu(NamedTuple):
     device: str | None = None       # name as the backend reports it
     architecture: str | None = None # in the backend's own vocabulary, such as `sm_90`
 
+    @classmethod
+    def of(cls, machine: Any) -> Gpu: # machine: a Device
+        return cls(machine.gpu_vendor, machine.gpu_device, machine.gpu_architecture)
+
 NO_GPU = Gpu()
 def gpu_keys(gpu: Gpu) -> dict: return {f'gpu_{k}': v for k, v in gpu._asdict().items()}
 

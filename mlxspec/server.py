@@ -99,7 +99,7 @@ async def detokenize_(request: Request) -> dict:
 def policy(host: Host) -> MtpPolicySnapshot:
     "What the policy says; there is always something to say."
     if host.engine: return host.engine.policy
-    return MtpPolicySnapshot.unavailable('worker_not_ready', None)
+    return MtpPolicySnapshot.unavailable('worker_not_ready', None, host.gpu)
 
 @router.get('/v1/internal/mtp-policy')
 async def mtp_policy(request: Request) -> dict: return policy(host_of(request)).wire()

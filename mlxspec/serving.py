@@ -30,12 +30,13 @@ from .core import ConfigError, ModelError, Params, PortBusy
 from .edge import Edge
 from .host import Host, fingerprint
 from .metrics import Ledger
+from .policy import Gpu
 from .scheduler import OwnerStopped
 from .server import make_app
 
 # %% auto #0
 __all__ = ['DRAIN_S', 'HURRY_S', 'LINGER_S', 'check_model_path', 'listen', 'url_of', 'is_local', 'key_of', 'access_of',
-           'file_limit', 'Server', 'Discreet', 'start_log', 'load_model', 'warm', 'load_engine', 'serve']
+           'file_limit', 'Server', 'Discreet', 'start_log', 'load_model', 'gpu_here', 'warm', 'load_engine', 'serve']
 
 # %% ../nbs/42_serving.ipynb #78eb023d
 def check_model_path(model: str | None) -> None:
@@ -169,6 +170,11 @@ def load_model(settings: Settings) -> Any: # an Engine
     from mlxspec.engine import Engine
     return Engine.load(settings=settings)
 
+def gpu_here() -> Gpu: # costs milliseconds: no weights are touched
+    "What this machine has, for `/v1/internal/mtp-policy` while the model loads. Raises `BackendError`."
+    from mlxspec.device import detect
+    return Gpu.of(detect())
+
 def warm(engine: Any) -> None:
     "Two plain tokens, so that the first request does not wait for kernels to be compiled. No policy learns from them."
     engine.submit([0], Params(max_tokens=2, speculate=False, ignore_eos=True), lambda chunk: None).future.result()
@@ -193,8 +199,9 @@ def serve(settings: Settings, load: Callable[[Settings], Any] = load_model) -> N
     nothing is left."""
     start_log(settings.log_level)
     check_model_path(settings.model)
-    access, sock = access_of(settings), listen(settings.host, settings.port)
-    host = Host(served_name=settings.served_model_name, make_params=settings.params, access=access, max_body=settings.max_body,
+    access, gpu = access_of(settings), gpu_here()
+    sock = listen(settings.host, settings.port)
+    host = Host(gpu=gpu, served_name=settings.served_model_name, make_params=settings.params, access=access, max_body=settings.max_body,
                 max_queue=settings.max_queue, grace_s=settings.stream_grace_s, ledger=Ledger(settings.metrics_prefix))
     server = Server(make_app(host), host, settings.log_level)
     loader = threading.Thread(target=load_engine, args=(server, settings, load, url_of(sock)), daemon=True)

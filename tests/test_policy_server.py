@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -23,7 +24,7 @@ import pytest
 from starlette.testclient import TestClient
 from test_policy import CONTRACT, EXAMPLES, GPU, WHY
 
-from mlxspec import cli, pairing, server
+from mlxspec import cli, pairing, server, serving
 from mlxspec.config import Settings, load_settings
 from mlxspec.core import ConfigError, Params
 from mlxspec.engine import Engine
@@ -298,21 +299,25 @@ def hinted(tiny, tmp_path_factory):
     cache = tmp_path_factory.mktemp('hinted')
     for env in ({}, dict(EXACTNESS='off', MTP_ALLOW_INEXACT='1')):
         with pytest.MonkeyPatch.context() as m, contextlib.ExitStack() as stack:
-            m.setattr('mlxspec.device.detect', cpu)
+            m.setattr('mlxspec.device.detect', amd)
             stack.enter_context(application(tiny, cache, **env)).engine._plan.pilot.policy.hints.save(ENABLE)
     return cache
 
 
 @pytest.mark.parametrize('world', WORLDS, ids='-'.join)
 def test_precedence(world, tiny, cache, hinted, monkeypatch):
-    monkeypatch.setattr('mlxspec.device.detect', cpu)
+    monkeypatch.setattr('mlxspec.device.detect', amd)
     env = dict(itertools.chain.from_iterable(SET[c].items() for c in world))
     with application(tiny, hinted if 'hint' in world else cache, **env) as c:
         body = c.policy()
         assert state(body) == expected(world) and set(body) == WIRE
+        assert [body[k] for k in GPU] == ['Amd', 'AMD Radeon 8060S Graphics', 'gfx1151'] # in every state
         assert body['starved_by'] == ('gate_off' if 'gate' in world and body['state'] == 'profiling' else None)
         assert c.get('/health').json()['observability']['mtp_policy']['status'] == body['state']
     assert not any(h.verdict != 'enable' for _, h in all_hints(hint_dir(cache)))
+
+
+def amd(): return cpu(gpu_vendor='Amd', gpu_device='AMD Radeon 8060S Graphics', gpu_architecture='gfx1151')
 
 
 def cpu(**more):
@@ -356,7 +361,7 @@ def test_words_are_read_in_any_case(said, name, want): assert getattr(load_setti
 
 
 def test_the_cache_dir_decides_which_verdict_is_found(tiny, cache, hinted, monkeypatch):
-    monkeypatch.setattr('mlxspec.device.detect', cpu)
+    monkeypatch.setattr('mlxspec.device.detect', amd)
     for where, want in ((hinted, 'settled'), (cache, 'profiling')):
         with application(tiny, where) as c: assert c.policy()['state'] == want
 
@@ -428,6 +433,25 @@ def test_steps_are_timed_by_a_clock_that_nobody_sets(tiny, tmp_path, monkeypatch
         monkeypatch.undo()
         body = c.policy()
         assert body['samples'] == 1 and body['starved_by'] is None and body['plain_ms_per_token'] > 0 and body['spec_ms_per_token'] > 0
+
+
+def test_the_gpu_is_known_while_the_model_loads(monkeypatch):
+    monkeypatch.setattr('mlxspec.device.detect', amd)
+    with socket.create_server(('127.0.0.1', 0)) as s: port = s.getsockname()[1]
+    loaded, told = threading.Event(), []
+    def load(settings):
+        loaded.wait(T)
+        raise ConfigError('That is enough.')
+    def client():
+        while not told: # from the first answer on
+            with contextlib.suppress(urllib.error.URLError, ConnectionError): told.append(get(f'http://127.0.0.1:{port}/v1/internal/mtp-policy'))
+        loaded.set()
+    asking = threading.Thread(target=client, daemon=True)
+    asking.start()
+    with pytest.raises(ConfigError, match='That is enough'): serving.serve(Settings(port=port), load)
+    asking.join(T)
+    assert state(told[0]) == ('worker_not_ready', None) and set(told[0]) == WIRE
+    assert [told[0][k] for k in GPU] == ['Amd', 'AMD Radeon 8060S Graphics', 'gfx1151']
 
 
 # ---- golden bodies
