@@ -26,7 +26,7 @@ from ..law import DraftLaw, Law
 __all__ = ['BACKLOG', 'MtpState', 'catch_up', 'guess', 'MtpDrafter', 'fill', 'check_pair', 'widen_experts', 'try_out']
 
 # %% ../../nbs/13_mtp.ipynb #b405fc6d
-BACKLOG = 256 # pairs that are collected before they are read
+BACKLOG = 256 # pairs: a prompt is read by so many at least, a rest leaves the newest of them
 
 @dataclass
 class MtpState:
@@ -37,7 +37,8 @@ class MtpState:
     hidden: list[mx.array] = field(default_factory=list)   # ... and h_i, [n, H] each
     last: mx.array | None = None                           # [1, 1, H] output for the newest true pair
     guessed: int = 0                                       # entries that are guesses
-    newest: mx.array | None = None                         # [1, H] h_i of the newest true pair, read or not
+    newest: mx.array | None = None                         # [n, H], its last row is h_i of the newest true pair
+    start: int = 0                                         # pairs before the first entry, which are forgotten
 
     def take_back(self) -> None:
         "Remove the entries that were made from guesses."
@@ -50,27 +51,42 @@ class MtpState:
         caches = [KVCache() for _ in self.cache]
         for new, old in zip(caches, self.cache, strict=True):
             if old.offset: new.update_and_fetch(*old.keys_and_values())
-        return MtpState(seq, caches, list(self.tokens), list(self.hidden), self.last, 0, self.newest)
+        return MtpState(seq, caches, list(self.tokens), list(self.hidden), self.last, 0, self.newest, self.start)
 
     def save(self) -> dict:
         "Entries, collected pairs and the newest hidden state."
         self.take_back()
-        return dict(entries=[c.keys_and_values() if c.offset else None for c in self.cache], read=self.cache[0].offset,
-                    tokens=list(self.tokens), hidden=mx.concatenate(self.hidden) if self.hidden else None, newest=self.newest)
+        return dict(entries=[c.keys_and_values() if c.offset else None for c in self.cache], read=self.cache[0].offset, start=self.start,
+                    tokens=list(self.tokens), hidden=mx.concatenate(self.hidden) if self.hidden else None,
+                    newest=None if self.newest is None else self.newest[-1:])
 
     def restore(self, saved: dict, rows: int) -> None:
-        "The pairs of the first `rows` input rows. The newest one of all is joined again, with the token that follows here."
-        whole = rows == saved['read'] + len(saved['tokens'])
-        n = rows - whole
+        "What is known of the first `rows` input rows. The newest pair of all is joined again, with the token that follows here."
+        self.start = min(rows, saved['start'])
+        whole = rows > self.start and rows == self.start + saved['read'] + len(saved['tokens'])
+        n = rows - whole - self.start
         read = min(n, saved['read'])
         for c, kv in zip(self.cache, saved['entries'], strict=True):
             if read: c.update_and_fetch(*(a[..., :read, :] for a in kv))
         self.tokens, self.hidden = saved['tokens'][:n - read], [saved['hidden'][:n - read]] if n > read else []
-        if whole and rows: self.collect([self.seq.tokens[rows]], saved['newest'])
+        if whole: self.collect([self.seq.tokens[rows]], saved['newest'])
 
     def collect(self, tokens: list[int], hidden: mx.array) -> None: # t_{i+1} and h_i [n, H]
         "Note true pairs."
-        self.tokens, self.hidden, self.newest = self.tokens + list(tokens), [*self.hidden, hidden], hidden[-1:]
+        self.tokens += tokens
+        self.hidden.append(hidden)
+        self.newest = hidden
+
+    def forget(self, keep: int) -> None: # pairs that stay, at least
+        "Drop what was read and the oldest that were not: the head begins anew with the newest pairs."
+        self.take_back()
+        self.start += self.cache[0].offset
+        for c in self.cache: c.trim(c.offset)
+        self.last = None
+        while len(self.tokens) - len(self.hidden[0]) >= keep:
+            n = len(self.hidden.pop(0))
+            self.start += n
+            del self.tokens[:n]
 
     def close(self) -> None: self.cache, self.tokens, self.hidden, self.last, self.newest = [], [], [], None, None
 
@@ -123,7 +139,10 @@ class MtpDrafter:
     def observe(self, states: list[MtpState], tokens: list[list[int]], features: list[mx.array], accepted: list[int]) -> None:
         for s, new, hidden in zip(states, tokens, features, strict=True):
             s.collect(new, hidden)
-            if len(s.tokens) >= BACKLOG:
+            if len(s.tokens) < BACKLOG: continue
+            if len(s.seq.tokens) > s.seq.prompt_len: # an answer, in which nobody asks for guesses
+                if len(s.tokens) >= 2 * BACKLOG: s.forget(BACKLOG)
+            else:
                 catch_up(self, s)
                 mx.eval(s.last, [c.state for c in s.cache])
 
