@@ -84,7 +84,7 @@ def take_back_to(s: DraftModelState, keep: int) -> bool: # whether it could be d
 def _trims(entry: Any, rows: int) -> bool: return not is_recurrent(entry) and getattr(entry, 'can_trim', lambda n: True)(rows)
 
 # %% ../../nbs/13_draft_model.ipynb #b0db4c13
-BACKLOG = 256 # tokens that are collected before they are read
+BACKLOG = 256 # tokens per forward
 
 def catch_up(net: Target, s: DraftModelState,
              upto: int, # tokens of the sequence
@@ -94,8 +94,9 @@ def catch_up(net: Target, s: DraftModelState,
     tokens, old, end = s.seq.tokens, len(s.fed) - len(s.marks), min(len(s.fed), upto)
     agree = next((i for i in range(min(old, end), end) if s.fed[i] != tokens[i]), end)
     if not take_back_to(s, agree): s.cache, s.fed, agree = net.make_cache(), [], 0
-    s.marks, new = [], tokens[agree:upto]
-    if new:
+    s.marks = []
+    for i in range(agree, upto, BACKLOG):
+        new = tokens[i:min(upto, i + BACKLOG)]
         net.prefill(_known(mx.array([new]), net), s.cache)
         s.fed += new
 
@@ -147,7 +148,8 @@ class DraftModel:
     def observe(self, states: list[DraftModelState], tokens: list[list[int]], features: list, accepted: list[int]) -> None:
         for s, new in zip(states, tokens, strict=True):
             s.told += len(new)
-            if s.told - len(s.fed) >= BACKLOG and self.ready(s): catch_up(self.draft, s, s.told)
+            answering = len(s.seq.tokens) > s.seq.prompt_len
+            if s.told - len(s.fed) >= BACKLOG and not answering and self.ready(s): catch_up(self.draft, s, s.told)
 
 @register('draft_model', knows=lambda config: runs_in_mlx_lm(config))
 def build_draft_model(target: Any, path: Path | None, block_size: int | None) -> Any: # a DraftModel
