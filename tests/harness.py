@@ -28,6 +28,7 @@ from mlxspec.drafters.qwen3_5_mtp import build_qwen3_5_mtp
 from mlxspec.engine import DEMO
 from mlxspec.rounds import Running, open_running, prefill_step, step
 from mlxspec.sequence import Sequence
+from mlxspec.strategies import OneWay
 from mlxspec.target import Target
 from mlxspec.text import TextStream
 from mlxspec.tiny import byte_tokenizer, save_tiny_mtp, tiny_model
@@ -43,12 +44,14 @@ _heads = tempfile.TemporaryDirectory() # of random heads
 
 def target(kind: str, dtype: str = 'float32') -> Target:
     "A tiny random target of an architecture, or the demo target (in the dtype it has); one of each per process."
-    return _loaded(kind, 'bfloat16' if kind == 'demo' else dtype)
+    return _loaded(kind, dict(demo='bfloat16', glm4_moe_lite='float32').get(kind, dtype)) # MLX multiplies experts on a CPU in 32 bits only
 
 
 @cache
 def _loaded(kind: str, dtype: str) -> Target:
-    return Target.load(DEMO) if kind == 'demo' else Target(tiny_model(kind, getattr(mx, dtype)), byte_tokenizer(), {}, kind)
+    t = Target.load(DEMO) if kind == 'demo' else Target(tiny_model(kind, getattr(mx, dtype)), byte_tokenizer(), {}, kind)
+    if t.latent: t.ways = OneWay('row_attention') # as the probe finds out
+    return t
 
 
 class Self:
@@ -91,8 +94,8 @@ def head(family: str, t: Target):
 
 @cache
 def small(t: Target):
-    "A draft model: the target itself in half precision, or for the demo target something random."
-    model = tiny_model('llama' if t.name == DEMO.name else t.name, mx.float16, vocab_size=t.vocab_size)
+    "A draft model: the target itself in half precision (experts: as it is), or for the demo target something random."
+    model = tiny_model('llama' if t.name == DEMO.name else t.name, mx.float32 if t.latent else mx.float16, vocab_size=t.vocab_size)
     return DraftModel(Target(model, t.tokenizer, {}, 'small'), t, 8)
 
 
@@ -148,7 +151,7 @@ PACES: dict[str, Callable[[int, int], int]] = dict(   # (K, number of the step) 
     steady=lambda k, i: k, switching=lambda k, i: k if i // 5 % 2 == 0 else 1)
 
 AXES: dict[str, tuple] = dict(
-    kind=('llama', 'qwen3', 'gemma2', 'gemma3', 'qwen3_5', 'lfm2', 'demo'), dtype=('float32', 'bfloat16'), drafter=(*SCRIPTS, 'lookup', 'prediction', 'draft_model', 'mtp', 'eagle3', 'dflash', 'self'),
+    kind=('llama', 'qwen3', 'gemma2', 'gemma3', 'qwen3_5', 'lfm2', 'glm4_moe_lite', 'demo'), dtype=('float32', 'bfloat16'), drafter=(*SCRIPTS, 'lookup', 'prediction', 'draft_model', 'mtp', 'eagle3', 'dflash', 'self'),
     k=tuple(range(1, 9)), temperature=(0., .3, 1., 1.7), shape=tuple(SHAPES), pace=tuple(PACES), prompt=tuple(range(len(PROMPTS))))
 
 

@@ -13,13 +13,14 @@ from mlxspec.law import DraftLaw, Law
 from mlxspec.rounds import open_running, prefill_step, step
 from mlxspec.sequence import Sequence
 from mlxspec.split import split_mtp
+from mlxspec.strategies import OneWay
 from mlxspec.target import Target
 from mlxspec.text import TextStream
 from mlxspec.tiny import (TinyInkling, TinyInklingArgs, save_tiny_assistant, save_tiny_glm, save_tiny_inkling, save_tiny_mtp,
                           tiny_model)
 
 FAMILIES = ('lookup', 'prediction', 'draft_model', 'mtp', 'eagle3', 'dflash')
-CACHES = ('llama', 'gemma3', 'qwen3_5', 'lfm2', 'gemma4') # one target per kind of cache; the window of the gemmas is 16
+CACHES = ('llama', 'gemma3', 'qwen3_5', 'lfm2', 'gemma4', 'glm4_moe_lite') # one target per kind of cache; the window of the gemmas is 16
 
 pytestmark = pytest.mark.usefixtures('quiet')
 
@@ -63,6 +64,7 @@ def experts(kind):
 
 def glm(root):
     t = Target.load(save_tiny_glm(root / 'raw'))
+    t.ways = OneWay('row_attention')
     return build_glm4_moe_lite_mtp(t, split_mtp(str(root / 'raw'), root / 'head', say=lambda s: None), 4)
 
 
