@@ -17,7 +17,8 @@ from typing import Any
 from .core import MlxspecError
 
 # %% auto #0
-__all__ = ['Arm', 'timed', 'interleaved', 'Ratio', 'speed', 'mlx_lm_arm', 'engine_arm', 'compare', 'over_chain', 'decoding']
+__all__ = ['Arm', 'timed', 'interleaved', 'left_out', 'Ratio', 'speed', 'mlx_lm_arm', 'engine_arm', 'compare', 'over_chain',
+           'decoding']
 
 # %% ../nbs/50_bench.ipynb #308b84c3
 Arm = Callable[[], list[int]] # generates, returns the token ids
@@ -45,9 +46,17 @@ def interleaved(arms: dict[str, Arm], # by name; the first one says which text i
         for n in arms: out[n].append((there[n] + back[n]) / 2)
     return out
 
-# %% ../nbs/50_bench.ipynb #c1f4ae27
-_T975 = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228) # 1..10 degrees of freedom; 2.0 and less beyond
+# %% ../nbs/50_bench.ipynb #aaea53ff
+def left_out(n: int) -> int: # turns -> how many of the n (n + 1) / 2 means to leave out at each end
+    "The largest sum of signed ranks that chance alone does not exceed in at most 2.5 % of cases; 0 when there is none."
+    ways = [1] + [0] * (n * (n + 1) // 2) # subsets of 1..n by their sum
+    for i in range(1, n + 1):
+        for s in range(len(ways) - 1, i - 1, -1): ways[s] += ways[s - i]
+    c, upto = 0, ways[0]
+    while (upto := upto + ways[c + 1]) <= 0.025 * 2**n: c += 1
+    return c
 
+# %% ../nbs/50_bench.ipynb #c1f4ae27
 @dataclass(frozen=True)
 class Ratio:
     "How many times as fast."
@@ -62,8 +71,9 @@ def speed(base: list[float], other: list[float], # seconds per token, turn by tu
          ) -> Ratio: # speed of `other` in units of `base`
     "Ratio of speeds over paired turns."
     logs = [math.log(b / o) for b, o in zip(base, other, strict=True)]
-    mean, half = statistics.fmean(logs), _T975[min(len(logs) - 1, 10) - 1] * statistics.stdev(logs) / math.sqrt(len(logs))
-    return Ratio(*map(math.exp, (mean, mean - half, mean + half)))
+    means = sorted((x + y) / 2 for i, x in enumerate(logs) for y in logs[i:])
+    c = left_out(len(logs))
+    return Ratio(*map(math.exp, (statistics.median(means), means[c], means[-1 - c])))
 
 # %% ../nbs/50_bench.ipynb #79503394
 def mlx_lm_arm(target: Any, # a loaded Target
