@@ -17,13 +17,14 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_map
+from mlx_lm.tuner.utils import linear_to_lora_layers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 # %% auto #0
 __all__ = ['KINDS', 'SPECIAL', 'tiny_config', 'tiny_model', 'redrawn', 'byte_tokenizer', 'save_tiny', 'tensors', 'save_weights',
-           'save_tiny_mtp', 'save_tiny_assistant', 'save_tiny_glm', 'TinyInklingArgs', 'TinyInkling',
-           'save_tiny_inkling', 'overfit', 'packed', 'save_precisions', 'Eager', 'round_cost']
+           'save_tiny_mtp', 'save_tiny_adapter', 'save_tiny_assistant', 'save_tiny_glm', 'TinyInklingArgs',
+           'TinyInkling', 'save_tiny_inkling', 'overfit', 'packed', 'save_precisions', 'Eager', 'round_cost']
 
 # %% ../nbs/53_tiny.ipynb #ba9ae53e
 _BASE = dict(hidden_size=32, num_hidden_layers=2, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
@@ -146,6 +147,20 @@ def _mlp_shapes(c: dict, raw: bool, fused: bool) -> dict[str, tuple[int, ...]]:
     if raw and fused: return out | {f'{p}experts.gate_up_proj': (E, 2 * M, H), f'{p}experts.down_proj': (E, H, M)}
     if raw: return out | {f'{p}experts.{e}.{n}.weight': s for e in range(E) for n, s in three(M).items()}
     return out | {f'{p}switch_mlp.{n}.weight': (E, *s) for n, s in three(M).items()}
+
+# %% ../nbs/53_tiny.ipynb #3cad338e
+def save_tiny_adapter(path: Path, # directory to fill
+                      kind: str, # the target's: a key of KINDS
+                      rank: int = 2, seed: int = 2, **changes) -> Path: # configuration keys of the target; returns the directory
+    "Write a random LoRA adapter for a tiny model."
+    net, lora = tiny_model(kind, **changes), dict(rank=rank, scale=10.0, dropout=0.0)
+    linear_to_lora_layers(net, len(net.layers), lora)
+    shapes = {n: a.shape for n, a in tensors(net).items() if n.endswith(('lora_a', 'lora_b'))}
+    keys = iter(mx.random.split(mx.random.key(seed), len(shapes)))
+    path.mkdir(parents=True, exist_ok=True)
+    mx.save_safetensors(str(path / 'adapters.safetensors'), {n: mx.random.normal(s, key=next(keys)) * 0.1 for n, s in sorted(shapes.items())})
+    (path / 'adapter_config.json').write_text(json.dumps(dict(fine_tune_type='lora', num_layers=len(net.layers), lora_parameters=lora)))
+    return path
 
 # %% ../nbs/53_tiny.ipynb #46d6c119
 def save_tiny_assistant(path: Path, # directory to fill
