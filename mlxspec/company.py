@@ -43,12 +43,13 @@ def one_by_one(attention: Callable[..., mx.array]) -> Callable[..., mx.array]:
     "Attention that gives every sequence of a ragged batch a call of its own."
     def sequences(queries: mx.array, keys: mx.array, values: mx.array, cache: Any, scale: float, mask: Any, **kwargs) -> mx.array:
         if not isinstance(cache, RaggedKV): return attention(queries, keys, values, cache=cache, scale=scale, mask=mask, **kwargs)
-        n, start = queries.shape[2], cache.span(queries.shape[2]).start
-        def one(b: int) -> mx.array:
-            at = slice(cache.first(b) - start, cache.used[b] + n - start)
+        n = queries.shape[2]
+        start = cache.span(n).start
+        def one(b: int, own: slice) -> mx.array:
+            at = slice(own.start - start, own.stop - start)
             return attention(queries[b:b + 1], keys[b:b + 1, :, at], values[b:b + 1, :, at], cache=cache, scale=scale,
                              mask=own_mask(mask, cache, b, at, n), **kwargs)
-        return mx.concatenate([one(b) for b in range(queries.shape[0])])
+        return mx.concatenate([one(b, own) for b, own in enumerate(cache.own(n))])
     return sequences
 
 @contextmanager

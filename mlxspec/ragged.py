@@ -27,19 +27,20 @@ class Places:
         self.ends, self._made = list(ends), {}
         self.narrow = False # the model asked for a mask of another kind than the layer's own
 
-    def _once(self, key: Any, make: Callable[[], mx.array]) -> mx.array:
+    def once(self, key: Any, make: Callable[[], Any]) -> Any: # what `make` says
+        "Something that all layers need in a step, made by the first of them."
         if key not in self._made: self._made[key] = make()
         return self._made[key]
 
     @property
     def array(self) -> mx.array: # [B]
-        return self._once('ends', lambda: mx.array(self.ends))
+        return self.once('ends', lambda: mx.array(self.ends))
 
     def slots(self, n: int, # rows per sequence
               base: tuple[int, ...], # token in the first slot of each strip
              ) -> mx.array: # [B, 1, n, 1]
         "The slots that the next rows go to."
-        return self._once((n, base), lambda: (self.array - mx.array(base))[:, None, None, None] + mx.arange(n)[:, None])
+        return self.once((n, base), lambda: (self.array - mx.array(base))[:, None, None, None] + mx.arange(n)[:, None])
 
     def advance(self, keeps: list[int]) -> None: # rows that stay, per sequence
         self.ends, self._made = [e + k for e, k in zip(self.ends, keeps, strict=True)], {}
@@ -88,15 +89,17 @@ class RaggedKV:
     def offset(self) -> mx.array: return self.places.array # [B]
     @property
     def used(self) -> list[int]: # slots in use, per sequence
-        return [e - b for e, b in zip(self.places.ends, self.base, strict=True)]
+        return self.places.once(self.base, lambda: [e - b for e, b in zip(self.places.ends, self.base, strict=True)])
 
-    def first(self, seq: int) -> int:
-        "First slot that the next row of a sequence may see."
-        return max(0, self.used[seq] + 1 - self.window) if self.window else 0
+    def own(self, n: int) -> list[slice]:
+        "The slots that a step of `n` rows may see, per sequence."
+        see = lambda u: slice(max(0, u + 1 - self.window) if self.window else 0, u + n)
+        return self.places.once(('own', n, self.base, self.window), lambda: [see(u) for u in self.used])
 
     def span(self, n: int) -> slice:
         "The slots that a step of `n` rows is shown."
-        return slice(min(map(self.first, range(len(self.base)))), max(self.used) + n)
+        reach = lambda own: slice(min(s.start for s in own), max(s.stop for s in own))
+        return self.places.once(('span', n, self.base, self.window), lambda: reach(self.own(n)))
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]: # [B, H, S, D] each
         "Write S rows per sequence behind its end; see `span`."
