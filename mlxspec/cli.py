@@ -20,11 +20,11 @@ from .config import ALL, TABLE, Row, Settings, either, load_settings, near_miss,
 from .core import ConfigError, MlxspecError
 
 # %% auto #0
-__all__ = ['Command', 'COMMANDS', 'URL', 'UNWRITABLE', 'Parser', 'takes', 'add_options', 'command', 'parser_of', 'overview',
-           'version', 'unknown', 'unknown_command', 'parse', 'load', 'console', 'prompt_text', 'response_body',
-           'with_drafts', 'print_stream', 'generate', 'demo', 'serve', 'with_lines', 'config_show', 'config_set',
-           'doctor', 'probe', 'policy_show', 'policy_export', 'policy_clear', 'split_mtp', 'run_command',
-           'open_streams', 'complain', 'main']
+__all__ = ['Command', 'COMMANDS', 'URL', 'UNWRITABLE', 'Parser', 'takes', 'add_options', 'command', 'parser_of', 'halves',
+           'overview', 'version', 'unknown', 'unknown_command', 'parse', 'load', 'console', 'prompt_text',
+           'response_body', 'with_drafts', 'print_stream', 'generate', 'demo', 'serve', 'with_lines', 'config_show',
+           'config_set', 'doctor', 'probe', 'server_key', 'policy_show', 'policy_export', 'policy_clear', 'split_mtp',
+           'run_command', 'open_streams', 'complain', 'main']
 
 # %% ../nbs/60_cli.ipynb #130b5faa
 class Parser(argparse.ArgumentParser):
@@ -33,7 +33,8 @@ class Parser(argparse.ArgumentParser):
 
 def takes(command: str, r: Row) -> bool:
     "Whether a command has the flag of an option. Those that only look at options have all."
-    return bool(r.commands) if command in ('config show', 'config set', 'doctor') else command.split()[0] in r.commands
+    if command in ('config show', 'config set', 'doctor'): return bool(r.commands)
+    return command in r.commands or command.split()[0] in r.commands
 
 def add_options(parser: argparse.ArgumentParser,
                 command: str) -> None: # name of a command
@@ -71,11 +72,15 @@ def parser_of(name: str) -> Parser:
     return p
 
 # %% ../nbs/60_cli.ipynb #c5f81ca1
-def overview() -> str:
+def halves(word: str) -> list[str]: # empty: it is a command, or nothing
+    "The commands of two words that begin with one."
+    return [c for c in COMMANDS if c.startswith(word + ' ')]
+
+def overview(word: str = '') -> str: # of commands of two words; empty: all commands
     "What `mlxspec --help` prints."
-    shown = (*ALL, 'probe', 'policy show', 'policy export', 'policy clear', 'config show', 'config set', 'doctor', 'split-mtp', 'version')
+    shown = halves(word) or (*ALL, 'probe', 'policy show', 'policy export', 'policy clear', 'config show', 'config set', 'doctor', 'split-mtp', 'version')
     lines = [f'  {n:15}{COMMANDS[n][1]}' for n in shown]
-    return '\n'.join(['usage: mlxspec COMMAND [options]', '', *lines, '',
+    return '\n'.join([f'usage: mlxspec {word and word + " "}COMMAND [options]', '', *lines, '',
                       '`mlxspec COMMAND --help` lists the options of a command.'])
 
 @command('version', 'Say what is installed')
@@ -107,7 +112,7 @@ def unknown(word: str, # first argument that was not understood
 def unknown_command(name: str) -> ConfigError:
     "The sentence about a first word that is no command, or only half of one."
     if name.startswith('-'): return ConfigError(f'Options come after the command: mlxspec {next(iter(COMMANDS))} {name} ...')
-    second = [c.split()[1] for c in COMMANDS if c.startswith(name + ' ')]
+    second = [c.split()[1] for c in halves(name)]
     if second: return ConfigError(f'mlxspec {name} needs one more word: {either(second)}.')
     known = list(dict.fromkeys(c.split()[0] for c in COMMANDS))
     return ConfigError(f'Unknown command {name!r}.' + (near_miss(name, known) or f' There are {", ".join(known)}.'))
@@ -287,12 +292,18 @@ def probe(args: argparse.Namespace, settings: Settings) -> int:
 # %% ../nbs/60_cli.ipynb #057ee906
 URL = dict(metavar='URL', help='ask a running server instead of the stored verdicts')
 
+def server_key(url: str | None, settings: Settings) -> bytes | None:
+    "The key for the server that is asked, if one is. Raises `ConfigError`."
+    if not url: return None
+    from mlxspec.serving import key_of
+    return key_of(settings)
+
 @command('policy show', 'Say whether drafting with the head pays here, and how that is known', url=URL)
 def policy_show(args: argparse.Namespace, settings: Settings) -> int:
     "Print what is known in words."
     from mlxspec import policy_cli as p
     from mlxspec.hints import hint_dir
-    print(p.show(hint_dir(settings.cache_dir), args.url))
+    print(p.show(hint_dir(settings.cache_dir), args.url, server_key(args.url, settings)))
     return 0
 
 @command('policy export', 'Print the same as JSON', url=URL)
@@ -302,7 +313,7 @@ def policy_export(args: argparse.Namespace, settings: Settings) -> int:
 
     from mlxspec import policy_cli as p
     from mlxspec.hints import hint_dir
-    print(json.dumps(p.export(hint_dir(settings.cache_dir), args.url), indent=2, allow_nan=False))
+    print(json.dumps(p.export(hint_dir(settings.cache_dir), args.url, server_key(args.url, settings)), indent=2, allow_nan=False))
     return 0
 
 @command('policy clear', 'Forget the stored verdicts, so that everything is measured again')
@@ -335,6 +346,7 @@ def run_command(argv: list[str]) -> int: # exit code
     "Run one command line."
     import mlxspec
     if not argv or argv[0] in ('-h', '--help', 'help'): print(overview())
+    elif argv[1:] in (['-h'], ['--help']) and halves(argv[0]): print(overview(argv[0]))
     elif argv[0] == '--version': print(f'mlxspec {mlxspec.__version__}')
     else:
         f, args, given = parse(argv)

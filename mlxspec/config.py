@@ -149,7 +149,7 @@ class Settings:
     port: int = option(8080, 'port to listen on; 0 takes a free one', ('serve',), lo=0, hi=65535)
     served_model_name: str | None = option(None, 'one more model id that clients may send', ('serve',))
     api_key: str | None = option(None, 'key that clients must send', (), secret=True)
-    api_key_file: Path | None = option(None, 'file whose first line is the key that clients must send', ('serve',))
+    api_key_file: Path | None = option(None, 'file whose first line is the key that clients must send', ('serve', 'policy show', 'policy export'))
     trusted_host: str | None = option(None, 'more Host names to answer, comma-separated', ('serve',))
     allow_origin: str | None = option(None, 'web pages that may ask, comma-separated, such as https://my.page', ('serve',))
     metrics_prefix: str = option('mlxspec', 'first word of the names in /metrics', ('serve',), choices=('mlxspec', 'vllm'))

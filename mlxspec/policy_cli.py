@@ -15,14 +15,15 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
-from urllib.request import ProxyHandler, build_opener
+from urllib.request import ProxyHandler, Request, build_opener
 
 from .core import ConfigError, round_half_away
 from .hints import Hint, HintKey, all_hints, clear_hints
 from .policy import NO_VERDICT, SCHEMA_VERSION, Pairing, Settled, say, snapshot_of
 
 # %% auto #0
-__all__ = ['PATH', 'body_of', 'printable', 'numbers', 'describe', 'read_live', 'stored', 'show', 'export', 'clear']
+__all__ = ['PATH', 'body_of', 'printable', 'numbers', 'describe', 'request_for', 'refused', 'read_live', 'stored', 'show',
+           'export', 'clear']
 
 # %% ../nbs/59_policy_cli.ipynb #5e77d5c2
 def body_of(key: HintKey, hint: Hint) -> dict: # as the endpoint would publish it after a restart
@@ -55,18 +56,34 @@ def describe(body: Mapping, # as the endpoint gives it
     lines = [*head, said, ', '.join(numbers(body)), more]
     return '\n'.join(('  ' if head and i else '') + printable(line) for i, line in enumerate(lines) if line)
 
-# %% ../nbs/59_policy_cli.ipynb #1ab09cf0
+# %% ../nbs/59_policy_cli.ipynb #49494ab3
 PATH = '/v1/internal/mtp-policy'
 
-def read_live(url: str, # of the server, with or without /v1
+def request_for(url: str, # of the server, with or without /v1
+                key: bytes | None = None, # that the server may ask for
+               ) -> Request:
+    "What is sent to a server. ConfigError for what no request can carry."
+    base = url.rstrip('/').removesuffix('/v1')
+    if not base.startswith(('http://', 'https://')): raise ConfigError(f'--url must begin with http:// or https://, not {url!r}.')
+    try: r = Request(base + PATH)
+    except ValueError as e: raise ConfigError(f'No server answers at {url}: {e}.') from None
+    if key and min(key) < 32: raise ConfigError('The API key has characters that no request can carry.')
+    if key: r.add_unredirected_header('Authorization', 'Bearer ' + key.decode('latin-1')) # nobody else is told
+    return r
+
+def refused(url: str, code: int, key: bytes | None) -> ConfigError: # code: HTTP status
+    "The sentence about an answer that is not 200."
+    if code != 401: return ConfigError(f'{url} answers {code} to {PATH}; that is no mlxspec server, or not for us.')
+    return ConfigError(f'{url} does not accept the API key.' if key else
+                       f'{url} asks for an API key; set MLXSPEC_API_KEY or give --api-key-file.')
+
+def read_live(url: str, key: bytes | None = None, # as for `request_for`
               patience: float = 10.0, # seconds
              ) -> dict:
     "The body of a running server. ConfigError when there is none."
-    base = url.rstrip('/').removesuffix('/v1')
-    if not base.startswith(('http://', 'https://')): raise ConfigError(f'--url must begin with http:// or https://, not {url!r}.')
     try:
-        with build_opener(ProxyHandler({})).open(base + PATH, timeout=patience) as r: body = json.loads(r.read(1 << 20))
-    except HTTPError as e: raise ConfigError(f'{url} answers {e.code} to {PATH}; that is no mlxspec server, or not for us.') from None
+        with build_opener(ProxyHandler({})).open(request_for(url, key), timeout=patience) as r: body = json.loads(r.read(1 << 20))
+    except HTTPError as e: raise refused(url, e.code, key) from None
     except URLError as e: raise ConfigError(f'No server answers at {url}: {getattr(e.reason, "strerror", None) or e.reason}.') from None
     except (OSError, HTTPException, UnicodeEncodeError) as e: raise ConfigError(f'No server answers at {url}: {e or type(e).__name__}.') from None
     except (ValueError, RecursionError): raise ConfigError(f'{url} is no mlxspec server: it gives no JSON.') from None
@@ -81,18 +98,19 @@ def stored(directory: Path) -> list[tuple[HintKey, Hint]]:
 
 def show(directory: Path, # of the stored verdicts
          url: str | None = None, # a server to ask instead
+         key: bytes | None = None, # that it may ask for
          now: float | None = None) -> str: # seconds since the epoch; None: now
     "What is known, in words."
-    if url: return describe(read_live(url))
+    if url: return describe(read_live(url, key))
     found = stored(directory)
-    if not found: return f'Nothing is stored in {directory}.'
+    if not found: return f'Nothing is stored in {directory}. `mlxspec serve` stores a verdict after its first requests; demo and generate store none.'
     old = lambda h: '; older than thirty days, will be measured again' if h.expired(time.time() if now is None else now) else ''
     software = lambda k: ', '.join(filter(None, (f'mlx {k.mlx}', f'mlx-lm {k.mlx_lm}', k.blas, k.strategy, k.kv_mode)))
     return '\n'.join(describe(body_of(k, h), software(k) + old(h)) for k, h in found)
 
-def export(directory: Path, url: str | None = None) -> Any: # JSON values
+def export(directory: Path, url: str | None = None, key: bytes | None = None) -> Any: # JSON values
     "The body of a server, or all stored verdicts in the same form, each with the key that it is filed under."
-    if url: return read_live(url)
+    if url: return read_live(url, key)
     return [body_of(k, h) | dict(key=asdict(k), written_at=h.written_at) for k, h in stored(directory)]
 
 def clear(directory: Path) -> str:

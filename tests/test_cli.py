@@ -40,7 +40,7 @@ def test_help_needs_no_mlx():
     code = ('import sys; from mlxspec.cli import main\ntry: main(sys.argv[1:])\nexcept SystemExit: pass\n'
             'assert not {"mlx", "mlx_lm", "numpy", "rich", "fastapi"} & set(sys.modules)')
     for args in ([], ['--help'], ['--version'], ['version'], ['serve', '--help'], ['serve', '--print-config'], ['policy', 'show', '--help'],
-                 ['policy', 'show'], ['policy', 'export'], ['policy', 'clear']):
+                 ['policy', 'show'], ['policy', 'export'], ['policy', 'clear'], ['policy', '--help'], ['policy', '-h'], ['config', '--help']):
         done = subprocess.run([sys.executable, '-c', code, *args], capture_output=True, text=True)
         assert done.returncode == 0 and done.stdout and not done.stderr, done.stderr
 
@@ -49,6 +49,7 @@ def test_help_lists_every_option():
     text = run('serve', '--help').stdout
     for r in cli.TABLE.values(): assert (r.flag in text.split()) == ('serve' in r.commands), r.flag
     assert all(c in run('--help').stdout for c in cli.COMMANDS)
+    assert [line.split()[1] for line in run('policy', '--help').stdout.splitlines() if line.startswith('  ')] == ['show', 'export', 'clear']
 
 
 def test_version():
@@ -116,7 +117,8 @@ def test_policy(capsys, tmp_path, monkeypatch):
     from mlxspec.evidence import Estimate
     from mlxspec.hints import Hint, HintFile, HintKey, hint_dir
     show = lambda what: main(capsys, 'policy', what, '--cache-dir', str(tmp_path))
-    assert show('show') == (0, f'Nothing is stored in {tmp_path}/mtp-policy.\n') and show('export') == (0, '[]\n')
+    code, text = show('show')
+    assert code == 0 and text.startswith(f'Nothing is stored in {tmp_path}/mtp-policy. `mlxspec serve` stores ') and show('export') == (0, '[]\n')
     key = HintKey('t', 'd', 'M5-16c', 4, '0.32.4', '0.32.2')
     for k, by in ((4, 'measured'), (2, 'static_default')):
         e = Estimate(1.01, .97, 1.06, 10., 9.9, 2.5, (.5,) * (k - 1), .5)

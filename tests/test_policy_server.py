@@ -3,6 +3,7 @@
 The first half asks `mlxspec serve` in a process of its own, one per state, with a tiny target and a random head. The second half builds the
 same application in this process, which is quicker, for all combinations of the environment."""
 import contextlib
+import http.server
 import itertools
 import json
 import os
@@ -24,7 +25,7 @@ import pytest
 from starlette.testclient import TestClient
 from test_policy import CONTRACT, EXAMPLES, GPU, WHY
 
-from mlxspec import cli, pairing, server, serving
+from mlxspec import cli, pairing, policy_cli, server, serving
 from mlxspec.config import Settings, load_settings
 from mlxspec.core import ConfigError, Params
 from mlxspec.engine import Engine
@@ -256,6 +257,45 @@ def test_the_demo_pair_is_settled_within_forty_short_requests(tmp_path):
         again, answer = s.ready().policy(), s.ask(64, messages=say(7), ignore_eos=False)
         assert {k for k in WIRE if again[k] != body[k]} == {'restored'}
         assert ('qwen3_5_mtp' in adds_up(answer)['arms']) == (body['verdict'] == 'enable') and drafted(answer) # lookup drafts anyway
+
+
+def test_show_asks_a_server_with_a_key(tiny, tmp_path, monkeypatch, capsys):
+    def ask(what, *args, key=None):
+        monkeypatch.setenv('MLXSPEC_API_KEY', key or '')
+        code = cli.main(['policy', what, '--url', s.url, *args])
+        return code, ''.join(capsys.readouterr())
+    (tmp_path/'key').write_text('sesame \nand a remark\n')
+    with Served(tmp_path, tiny, MTP_ADAPTIVE='off', API_KEY='sesame') as s:
+        s.p.stdout.readline()
+        for what, words in (('show', 'not measured: MLXSPEC_MTP_ADAPTIVE is off, MTP is off'), ('export', '"reason": "adaptive_disabled"')):
+            code, text = ask(what)
+            assert code == 2 and 'asks for an API key; set MLXSPEC_API_KEY or give --api-key-file.' in text
+            code, text = ask(what, key='wrong')
+            assert code == 2 and 'does not accept the API key' in text and 'wrong' not in text
+            assert ask(what, key='sesame')[0] == ask(what, '--api-key-file', str(tmp_path/'key'))[0] == 0
+            assert words in ask(what, key='sesame')[1]
+        code, text = ask('show', '--api-key', 'sesame')                              # everybody could read it there
+        assert code == 2 and 'set MLXSPEC_API_KEY instead' in text and 'sesame' not in text
+        code, text = ask('show', key='se\nsame')
+        assert code == 2 and 'characters that no request can carry' in text and 'same' not in text
+        assert s.stop() == []
+
+
+def test_a_key_goes_no_further_than_the_server_that_was_named():
+    heard = []
+    class Answers(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            heard.append((self.server is elsewhere, self.headers['Authorization']))
+            self.send_response(200 if self.server is elsewhere else 302)
+            self.send_header('Location', f'http://127.0.0.1:{elsewhere.server_port}/')
+            self.end_headers()
+            self.wfile.write(b'{}')
+        def log_message(self, *args): pass
+    with http.server.HTTPServer(('127.0.0.1', 0), Answers) as named, http.server.HTTPServer(('127.0.0.1', 0), Answers) as elsewhere:
+        for s in (named, elsewhere): threading.Thread(target=s.serve_forever, daemon=True).start()
+        assert policy_cli.read_live(f'http://127.0.0.1:{named.server_port}', b'sesame', T) == {}
+        for s in (named, elsewhere): s.shutdown()
+    assert heard == [(False, 'Bearer sesame'), (True, None)]
 
 
 # ---- in this process
