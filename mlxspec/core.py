@@ -7,6 +7,7 @@ Docs: https://mlxspec.github.io/mlxspec/core.html.md"""
 # %% ../nbs/00_core.ipynb #0f1214e3
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from dataclasses import dataclass, field
@@ -14,8 +15,9 @@ from typing import Any, Protocol, runtime_checkable
 
 # %% auto #0
 __all__ = ['MlxspecError', 'ConfigError', 'ModelError', 'PairError', 'BackendError', 'PortBusy', 'RequestError', 'EngineError',
-           'NumericalError', 'Cancelled', 'round_half_away', 'Params', 'Proposal', 'Forward', 'Rows', 'Accepted',
-           'StepResult', 'Emitted', 'Chunk', 'Choices', 'RequestStats', 'SequenceView', 'DraftState', 'Drafter']
+           'NumericalError', 'Cancelled', 'notice', 'round_half_away', 'Params', 'Proposal', 'Forward', 'Rows',
+           'Accepted', 'StepResult', 'Emitted', 'Chunk', 'Choices', 'RequestStats', 'SequenceView', 'DraftState',
+           'Drafter']
 
 # %% ../nbs/00_core.ipynb #29892cdb
 class MlxspecError(Exception):
@@ -59,6 +61,11 @@ class NumericalError(EngineError):
 class Cancelled(MlxspecError):
     "The request was cancelled by whoever asked."
     exit_code, status, code = 130, 499, 'cancelled'
+
+# %% ../nbs/00_core.ipynb #75772359
+def notice(text: str) -> None: # one line
+    "Tell whoever waits."
+    logging.getLogger('mlxspec.notice').info(text)
 
 # %% ../nbs/00_core.ipynb #4c1423a0
 def round_half_away(x: float, # any finite number
