@@ -67,7 +67,7 @@ def queue_timeout(waited: float, # seconds
 def shutting_down() -> RequestError:
     return RequestError('The server is shutting down.', None, 'server_shutting_down', 503, 5)
 
-# %% ../nbs/30_admission.ipynb #0bfd56f5
+# %% ../nbs/30_admission.ipynb #f1a9386c
 @dataclass(eq=False)
 class Waiting:
     "A request in the room."
@@ -92,12 +92,20 @@ class Admission:
     @property
     def active(self) -> int: return len(self._active)
 
+    def check(self) -> None:
+        "Raise what `enter` would raise now: before a request has cost anything."
+        with self._lock: self._check()
+
+    def _check(self) -> None:
+        if self.closed: raise shutting_down()
+        there = len(self._waiting) + len(self._active)
+        if there >= self.max_queue + self.max_active: raise queue_full(there, self.drain.retry_after())
+
     def enter(self, request: Any, timeout_s: float | None = None) -> None:
         "Wait from now on. RequestError 429 when the room is full, 503 when it is closed."
         with self._lock:
-            if self.closed: raise shutting_down()
-            there, now = len(self._waiting) + len(self._active), self._clock()
-            if there >= self.max_queue + self.max_active: raise queue_full(there, self.drain.retry_after())
+            self._check()
+            now = self._clock()
             self._waiting[id(request)] = Waiting(request, now, now + (self.timeout_s if timeout_s is None else timeout_s))
 
     def take(self, n: int | None = None) -> list[Any]: # n: at most so many; None: as many as may be active

@@ -54,7 +54,11 @@ class Edge:
     def __init__(self, app: Any, # ASGI
                  host: Any, # the server's `Host`
                  clock: Callable[[], float] = time.perf_counter): # seconds
-        self.app, self.host, self.clock = app, host, clock
+        self.app, self.host, self.clock, self.door = app, host, clock, asyncio.Lock()
+
+    async def one_by_one(self) -> None:
+        "Let one request pass per turn of the loop."
+        async with self.door: await asyncio.sleep(0)
 
     async def __call__(self, scope, receive, send) -> None:
         if scope['type'] != 'http': return await self.app(scope, receive, send)
@@ -74,6 +78,7 @@ class Edge:
             if preflight(scope, self.host.access): await Response(status_code=204)(scope, receive, stamped)
             else:
                 for check in CHECKS: check(scope, self.host.access)
+                if scope['method'] == 'POST': await self.one_by_one()
                 await self.app(scope, receive, stamped)
         except asyncio.CancelledError: # nobody waits for this task any more, but somebody may for the response
             e = later('The server is shutting down.', Code.server_shutting_down, 5)

@@ -253,6 +253,8 @@ class Engine(Asking):
     def policy(self) -> MtpPolicySnapshot: return self._policy # what the policy last published
     @property
     def alive(self) -> bool: return self._scheduler.alive
+    @property
+    def room(self) -> Admission: return self._floor.room # where requests wait
     def snapshot(self) -> dict:
         "Plain data for /health."
         plan, d, x = self._plan, self._plan.drafters, self._plan.exactness

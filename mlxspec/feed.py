@@ -30,7 +30,8 @@ Item = tuple[int, Any] # index of the choice; a chunk, or the future of its job
 def weight(item: Any) -> int: # bytes, roughly
     "What an item will weigh on the wire."
     if not isinstance(item, Chunk): return 0
-    return 250 + len(item.text) + sum(120 * (1 + len(t.top)) for t in item.tokens if t.logprob is not None)
+    listed = item.tokens and item.tokens[0].logprob is not None
+    return 250 + len(item.text) + (sum(120 * (1 + len(t.top)) for t in item.tokens) if listed else 0)
 
 class Feed:
     "What the jobs of one response say, for the event loop in which the feed was made."

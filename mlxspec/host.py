@@ -136,6 +136,7 @@ async def admit(host: Host, req: Any) -> Turn: # req: a ChatRequest or a Complet
     "A request to the engine. Raises what the client should be told."
     if e := unavailable(host): raise e
     check_model(host, req.model)
+    host.engine.room.check()
     params = to_params(req, host.engine.vocab_size, host.make_params, **req.own_params())
     if params.seed is None: params = replace(params, seed=secrets.randbits(63))
     hold: list[Turn] = []

@@ -11,6 +11,7 @@ import platform
 import re
 import subprocess
 import sys
+import threading
 import time
 from datetime import date
 from pathlib import Path
@@ -48,21 +49,28 @@ def chat(text, **more): return dict(messages=[dict(role='user', content=text)], 
 def percentile(xs, p): return sorted(xs)[min(len(xs) - 1, int(p / 100 * len(xs)))]
 
 
+def probe(port):
+    "From a process of its own, ask every few milliseconds whether the server lives, until somebody writes to it; then the times."
+    times, over = [], threading.Event()
+    threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
+    while not over.wait(.005):
+        times.append(asyncio.run(ask(port, '/health/live'))[2])
+        if len(times) == 1: print(flush=True)
+    print(json.dumps(times))
+
+
 async def crowd(port, n):
-    "n sockets at once against 32 places and one active; meanwhile somebody asks whether the server lives."
-    alive, over = [], asyncio.Event()
-    async def probe():
-        while not over.is_set():
-            alive.append((await ask(port, '/health/live'))[2])
-            await asyncio.sleep(.02)
-    watch = asyncio.create_task(probe())
-    got = await asyncio.gather(*(ask(port, '/v1/chat/completions', chat('stream 40 5', stream=True)) for _ in range(n)))
-    over.set()
-    await watch
+    "n sockets at once against 32 places, while one request is active and stays so; meanwhile somebody asks whether the server lives."
+    active = asyncio.create_task(ask(port, '/v1/chat/completions', chat('stream 800 5', stream=True)))
+    while not json.loads((await ask(port, '/health'))[1].partition(b'\r\n\r\n')[2])['scheduler']['running']: await asyncio.sleep(.01)  # noqa: ASYNC110 (another process changes it)
+    watch = subprocess.Popen([sys.executable, __file__, '--probe', str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: ASYNC220 (once)
+    await asyncio.to_thread(watch.stdout.readline)
+    got = await asyncio.gather(*(ask(port, '/v1/chat/completions', chat('stream 4 5', stream=True)) for _ in range(n - 1)), active)
+    alive = json.loads(watch.communicate('stop')[0])
     done, full = [g for g in got if g[0] == 200 and b'[DONE]' in g[1]], [g for g in got if g[0] == 429 and b'retry-after' in g[1].lower()]
-    assert len(done) + len(full) == n and len(done) >= 33, (len(done), len(full))
+    assert (len(done), len(full)) == (33, n - 33), (len(done), len(full))
     return (f'{n} sockets, 1 active and 32 waiting places', f'{len(done)} answered whole, {len(full)} got 429 with Retry-After',
-            f'/health/live p50 {percentile(alive, 50) * 1e3:.0f} ms, p99 {percentile(alive, 99) * 1e3:.0f} ms')
+            f'/health/live p50 {percentile(alive, 50) * 1e3:.0f} ms, p99 {percentile(alive, 99) * 1e3:.0f} ms, at most {max(alive) * 1e3:.0f} ms')
 
 
 async def failures(port):
@@ -92,25 +100,31 @@ async def death(p, port):
     return 'owner thread dies', f'{len(got)} clients told within {slowest * 1e3:.0f} ms, none hangs', f'/health {health}, exit code {p.returncode}'
 
 
-async def overhead(port, streams, tokens=2000):
-    "What the server adds to a token: CPU time of its process over tokens, while an engine without work streams to many."
+async def overhead(port, pid, streams, pause, tokens):
+    """What the server adds to a token: CPU time of its process (user and system) over tokens, while an engine without work gives one
+    token per step to each of several streams, `pause` milliseconds apart."""
     import psutil
-    server = psutil.Process(port[1])
+    server = psutil.Process(pid)
     used = lambda: sum(server.cpu_times()[:2])
-    await ask(port[0], '/v1/chat/completions', chat('stream 200 0', stream=True))
+    await ask(port, '/v1/chat/completions', chat('stream 200 0', stream=True))
     before, t0 = used(), time.perf_counter()
-    got = await asyncio.gather(*(ask(port[0], '/v1/chat/completions', chat(f'stream {tokens} 0', stream=True)) for _ in range(streams)))
+    got = await asyncio.gather(*(ask(port, '/v1/chat/completions', chat(f'chorus {tokens} {pause}', stream=True)) for _ in range(streams)))
     n, cpu, wall = streams * tokens, used() - before, time.perf_counter() - t0
-    assert all(b'[DONE]' in g[1] for g in got)
-    return f'{streams} streams of {tokens} steps of one token', f'{cpu / n * 1e6:.0f} us of CPU per token, engine stand-in and metrics included', f'{n / wall:.0f} tokens/s'
+    assert all(b'[DONE]' in g[1] and g[1].count(b'"content":"x"') == tokens for g in got)
+    pace = f'a step every {pause} ms' if pause else 'as fast as it goes'
+    return (f'{streams} streams of {tokens} tokens, one per step, {pace}',
+            f'{cpu / n * 1e6:.0f} us of CPU per token, engine stand-in and metrics included', f'{n / wall:.0f} tokens/s')
 
 
 def main():
     a = argparse.ArgumentParser(description=__doc__.split('\n')[0])
     a.add_argument('--sockets', type=int, default=500)
+    a.add_argument('--probe', type=int, metavar='PORT', help=argparse.SUPPRESS)
     a = a.parse_args()
+    if a.probe: return probe(a.probe)
     p, port = start()
-    works = lambda: crowd(port, a.sockets), lambda: failures(port), lambda: overhead((port, p.pid), 8), lambda: overhead((port, p.pid), 1)
+    load = lambda *how: lambda: overhead(port, p.pid, *how)
+    works = lambda: crowd(port, a.sockets), lambda: failures(port), load(8, 0, 2000), load(8, 4, 1000), load(1, 4, 1000)
     rows = []
     for work in works:
         rows.append(asyncio.run(work()))
