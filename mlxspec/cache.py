@@ -14,8 +14,8 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import ArraysCache, RotatingKVCache
 
 # %% auto #0
-__all__ = ['SLACK', 'MARGIN', 'moved', 'WindowCache', 'with_windows', 'takes_back', 'take_back', 'written', 'is_recurrent',
-           'zero_tail', 'leaves']
+__all__ = ['SLACK', 'MARGIN', 'APPENDED', 'moved', 'WindowCache', 'with_windows', 'takes_back', 'take_back', 'written',
+           'is_recurrent', 'zero_tail', 'leaves']
 
 # %% ../nbs/06_cache.ipynb #970637b5
 SLACK = 256 # rows of spare memory per window
@@ -97,14 +97,14 @@ def _replaced(entry: Any) -> Any:
     return WindowCache(entry.max_size) if type(entry) is RotatingKVCache and entry.keep == 0 else entry
 
 # %% ../nbs/06_cache.ipynb #c6961b8e
-_APPENDED = 'KVCache', 'QuantizedKVCache' # entries that are an offset into memory
+APPENDED = 'KVCache', 'QuantizedKVCache', 'PackedCache' # entries that are an offset into memory
 
 def takes_back(entry: Any, # one layer's cache
                rows: int, # rows about to be written
               ) -> bool: # whether any number of them can be removed afterwards
     "Whether a block of `rows` can be trimmed from this entry exactly."
     if hasattr(entry, 'caches'): return all(takes_back(c, rows) for c in entry.caches)
-    if isinstance(entry, WindowCache) or type(entry).__name__ in _APPENDED: return True
+    if isinstance(entry, WindowCache) or type(entry).__name__ in APPENDED: return True
     return type(entry) is RotatingKVCache and entry.offset + rows < entry.max_size # a ring that has not come round
 
 def take_back(entry: Any, # one layer's cache

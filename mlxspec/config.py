@@ -30,7 +30,7 @@ PROBE = (*ALL, 'probe') # and the one that only looks at the machine
 def option(default: Any,          # value when nobody says anything; None: decided when the model is loaded
            help: str,             # half a sentence for --help and the docs
            commands: tuple[str, ...] = ALL, # commands that take it; (): environment only
-           choices: tuple[str, ...] = (),   # accepted words, when they are few
+           choices: tuple[str | int, ...] = (), # accepted words or numbers, when they are few
            lo: float | None = None, # least value
            hi: float | None = None, # greatest value
            lenient: bool = False,   # a wrong environment variable is a warning, and the default counts
@@ -48,7 +48,7 @@ class Row:
     default: Any
     help: str
     commands: tuple[str, ...]
-    choices: tuple[str, ...]
+    choices: tuple[str | int, ...]
     lo: float | None
     hi: float | None
     lenient: bool = False
@@ -76,7 +76,7 @@ def parse_bool(text: str) -> bool:
 # %% ../nbs/01_config.ipynb #1d65b63f
 def either(words) -> str: # such as 'a, b or c'
     "Join words as a sentence does."
-    *head, last = words
+    *head, last = map(str, words)
     return f'{", ".join(head)} or {last}' if head else last
 
 WORDS = dict(int='a whole number', float='a number', str='non-empty text', Path='a path', bool='true or false')
@@ -108,7 +108,7 @@ def check(row: Row,
     "Parse and check one value. Raises `ConfigError` that names the place and what is accepted."
     try:
         v = PARSE[row.kind](value.strip()) if text else typed(row.kind, value)
-        if text and row.choices: v = str(v).casefold()
+        if text and row.choices and row.kind == 'str': v = v.casefold()
         good = v in row.choices if row.choices else within(v, row.lo, row.hi)
     except ValueError: good = False
     shown = 'what it is' if row.secret else repr(value)[:60]
@@ -141,6 +141,10 @@ class Settings:
     drafter_check: bool = option(True, 'refuse a drafter with another tokenizer; off: only warn', PROBE)
     draft_block_size: int | None = option(None, 'K, most verify rows of a round: 1 pending token and K - 1 drafts', PROBE, lo=1, hi=16)
     no_spec: bool = option(False, 'never configure speculation', ('serve', 'generate'))
+    adapter_path: Path | None = option(None, 'directory of a LoRA adapter for the target, as mlx-lm trains them', PROBE)
+    kv_bits: int | None = option(None, 'pack keys and values to so many bits, as in mlx-lm, from the first token on', PROBE, choices=(4, 8))
+    kv_group_size: int = option(64, 'numbers of a head that share a scale, when they are packed', PROBE, choices=(32, 64, 128))
+    max_kv_size: int | None = option(None, 'rows of keys and values that are kept, as in mlx-lm; a text that is longer is not drafted for any more', PROBE, lo=64)
     context_length: int | None = option(None, 'most tokens of prompt and answer; without it, what model and memory allow', lo=1)
     memory_limit: float | None = option(None, 'gigabytes for weights, caches and buffers; without it, what the machine offers', lo=0)
     speculation: str = option('auto', 'when the pair cannot speculate: serve plain or refuse to start', ('serve', 'generate'),

@@ -17,16 +17,18 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import load_config, load_model, load_tokenizer
+from mlx_lm.utils import load_adapters, load_config, load_model, load_tokenizer
 
-from .cache import is_recurrent, leaves, take_back, takes_back, with_windows, written
+from .cache import is_recurrent, leaves, take_back, takes_back, written
 from .config import parse_path
 from .core import Forward, MlxspecError, ModelError
+from .fetch import fetch
+from .kv import KV, PackedCache, try_kv
 from .recurrent import Tape, fits, listen, recording, replay
 from .strategies import OneWay, Ways, attention_homes, latent_layers, row_attention
 
 # %% auto #0
-__all__ = ['model_path', 'load_files', 'flat_rope', 'Tap', 'body_of', 'layer_of', 'entries_of', 'remember', 'put_back',
+__all__ = ['model_path', 'load_files', 'adapt', 'flat_rope', 'Tap', 'body_of', 'layer_of', 'entries_of', 'remember', 'put_back',
            'Transaction', 'close_enough', 'forgets', 'choose_rollback', 'first_of', 'Target']
 
 # %% ../nbs/07_target.ipynb #4169082d
@@ -43,18 +45,12 @@ def model_path(model: str | Path, # directory, or `owner/name`
     if path.exists(): raise ModelError(f'{path} is a file; a model is a directory with config.json and weights.')
     if not re.fullmatch(r'[\w.-]+/[\w.-]+', str(model)) or str(model).startswith('.'):
         raise ModelError(f'There is no model at {path}.')
-    return _fetch(str(model))
-
-def _fetch(repo: str) -> Path:
-    from huggingface_hub.errors import HfHubHTTPError
-    from mlx_lm.utils import _download
-    try: return _download(repo)
-    except (OSError, ValueError, HfHubHTTPError) as e: # not cached and offline, no such repository, no network, no access
-        raise ModelError(f'{repo} is not a directory here and could not be fetched ({type(e).__name__}).') from e
+    return fetch(str(model))
 
 # %% ../nbs/07_target.ipynb #88a315b8
 def load_files(path: Path, # a directory from `model_path`
                classes: tuple[type, type] | None = None, # model and arguments; None: mlx-lm's own for the model type
+               adapter: Path | None = None, # directory of an adapter
               ) -> tuple[nn.Module, TokenizerWrapper, dict]: # model, tokenizer, config.json
     "Load weights and tokenizer with mlx-lm; ModelError when they do not make a model."
     ours: dict[str, Any] = {} if classes is None else dict(get_model_classes=lambda config: classes)
@@ -65,8 +61,21 @@ def load_files(path: Path, # a directory from `model_path`
         if m := re.search(r'Model type (\S+) not supported', str(e)):
             raise ModelError(f'{path.name} needs a model class for {m[1]}: mlx-lm {version("mlx-lm")} has no mlx_lm.models.{m[1]}.') from e
         raise ModelError(f'{path.name} cannot be loaded: {_one_line(e)}') from e
+    if adapter: adapt(model, adapter, path.name)
     tokenizer.model_max_length = int(1e30) # a prompt that is too long is refused by the engine; transformers would warn as well
     return model, tokenizer, config
+
+def adapt(model: nn.Module, adapter: Path, # a directory, as mlx-lm's trainer writes it
+          name: str) -> None: # of the model
+    "Put an adapter's low-rank matrices beside a model's weights; ModelError when there is none, or it is of another model."
+    for file in ('adapter_config.json', 'adapters.safetensors'):
+        if not (adapter / file).is_file(): raise ModelError(f'There is no adapter at {adapter}: it has no {file}.')
+    try: load_adapters(model, str(adapter))
+    except Exception as e: # a configuration or weights of something else: no common class
+        first, *rest = sorted(str(e).splitlines()[1:]) or [str(e)] # mlx-lm lists all tensors, in no order
+        more = f' (and {len(rest)} more)' if rest else ''
+        raise ModelError(f'The adapter at {adapter} does not fit {name}: {_one_line(type(e)(first.strip()))[:-1]}{more}.') from e
+    model.eval() # no dropout
 
 def flat_rope(config: dict) -> dict: # config.json, or text_config -> what to add to it
     "GLM in mlx-lm reads `rope_theta` and falls back to a default; transformers 5 writes `rope_parameters` instead."
@@ -228,8 +237,10 @@ class Target:
                  tokenizer: Any, # an mlx-lm TokenizerWrapper, or a transformers tokenizer
                  config: dict, # config.json; {} for a bare model
                  name: str, # what it is called on the wire
-                 path: Path | None = None): # its directory, if it has one
-        self.model, self.config, self.name, self.path = model, config, name, path
+                 path: Path | None = None, # its directory, if it has one
+                 kv: KV = KV(), # how keys and values are kept
+                 adapter: Path | None = None): # directory of the adapter that the model has, if it has one
+        self.model, self.config, self.name, self.path, self.adapter, self.kv = model, config, name, path, adapter, KV()
         self.tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
         context = first_of(config, 'max_position_embeddings', 'max_seq_len', 'n_ctx')
         self.context_length = context if isinstance(context, int) and context > 0 else None # None: unlimited, as far as we know
@@ -240,15 +251,17 @@ class Target:
         self.vocab_size: int = self._probe()
         self.eos = frozenset(i for i in self.tokenizer.eos_token_ids if 0 <= i < self.vocab_size) # a config may name others
         self.rollback: str | None = choose_rollback(self)
+        if kv != self.kv: try_kv(model, kv, name)
+        self.kv = kv
 
     @classmethod
     def load(cls, model: str | Path,
              classes: tuple[type, type] | None = None, # model and arguments, for a type that mlx-lm does not have
-            ) -> Target:
-        "Load a directory or repository; ModelError when that fails."
+             kv: KV = KV(), adapter: Path | None = None) -> Target:
+        "Load a directory or repository; ModelError when that fails, ConfigError when its cache cannot be as asked."
         path = model_path(model)
-        net, tokenizer, config = load_files(path, classes)
-        return cls(net, tokenizer, config, path.resolve().name, path)
+        net, tokenizer, config = load_files(path, classes, adapter)
+        return cls(net, tokenizer, config, path.resolve().name, path, kv, adapter)
 
     def _probe(self) -> int:
         "One forward of one token: the model runs, and its logits say how large the vocabulary is."
@@ -261,7 +274,7 @@ class Target:
 
     def make_cache(self) -> list:
         "An empty cache for one sequence."
-        return with_windows(make_prompt_cache(self.model))
+        return self.kv.cache(self.model, self.name)
 
     def tap(self, *layers: int | str) -> Tap: # indices, or 'pre'
         "From now on hidden states, also those of these layers, can be read; ModelError when the architecture hides them."
@@ -310,6 +323,7 @@ class Target:
 
     def can_verify(self, cache: list, rows: int) -> bool:
         "Whether a block of `rows` can be rolled back exactly, in this cache, now."
+        if rows > 1 and any(isinstance(e, PackedCache) and not e.offset for e in cache): return False # see `mlxspec.kv`
         rows = max(rows, self.ways.rows)
         return self.rollback is not None and all(is_recurrent(e) or takes_back(e, rows) for e in entries_of(cache))
 
