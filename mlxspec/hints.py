@@ -62,12 +62,12 @@ def hint_dir(cache_dir: Path | None = None, # MLXSPEC_CACHE_DIR, as config parse
 # %% ../nbs/23_hints.ipynb #e56d637d
 PIECES, PIECE = 16, 4096 # pieces of a weight file that are looked at, bytes of each
 
-def fingerprint(directory: str | Path, # of a target or a drafter
+def fingerprint(directory: str | Path, # of a target, an adapter or a drafter
                ) -> str: # 16 hex digits
     "Identity of the weights and the configuration in a directory."
     h = hashlib.sha256()
     for p in sorted(Path(directory).iterdir()):
-        if p.name == 'config.json' or p.name.endswith('.index.json'): parts = [p.read_bytes()]
+        if p.name in ('config.json', 'adapter_config.json') or p.name.endswith('.index.json'): parts = [p.read_bytes()]
         elif p.suffix == '.safetensors': parts = _pieces(p)
         else: continue
         for part in (p.name.encode(), *parts): h.update(len(part).to_bytes(8, 'little') + part)

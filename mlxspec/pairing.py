@@ -22,7 +22,7 @@ from mlx_lm.utils import load_tokenizer
 from . import blas
 from .budget import BudgetGate
 from .config import Settings
-from .core import ConfigError, Drafter, ModelError, PairError
+from .core import ConfigError, Drafter, ModelError, PairError, notice
 from .device import Device, apple_generation
 from .drafters import dflash, draft_model, eagle3, gemma4_assistant, glm4_moe_lite_mtp, inkling_mtp, lookup # noqa: F401  (they register themselves)
 from .drafters.base import build, quantize, tokenizers_differ
@@ -33,19 +33,29 @@ from .hints import HintFile, HintKey, MemoFile, fingerprint, hint_dir
 from .memory import machine_bytes, measure
 from .pilot import MTP_KINDS, Pilot, Rules
 from .policy import Gpu, MtpPolicy, Pairing, static_default
+from .kv import KV
 from .target import Target, first_of
 
 # %% auto #0
-__all__ = ['log', 'ASSETS', 'DEMO', 'DEMO_HEAD', 'AUTO_K', 'PADDING', 'LEAST', 'is_demo', 'has_head', 'wanted', 'inner_kind',
-           'make', 'speaks_otherwise', 'Drafters', 'mtp_of', 'gather', 'without', 'headless', 'within_memory',
-           'kernels', 'hint_key', 'make_policy', 'block_size', 'probed_width', 'weights_fingerprint', 'identity',
-           'memo_file', 'make_exactness', 'exact_only', 'env_bool', 'make_gate', 'make_pilot']
+__all__ = ['log', 'ASSETS', 'DEMO', 'DEMO_HEAD', 'AUTO_K', 'PADDING', 'LEAST', 'kv_of', 'load_target', 'is_demo', 'has_head',
+           'wanted', 'inner_kind', 'make', 'speaks_otherwise', 'Drafters', 'mtp_of', 'gather', 'without', 'headless',
+           'within_memory', 'kernels', 'weights_fingerprint', 'weights_of', 'hint_key', 'make_policy', 'block_size',
+           'probed_width', 'identity', 'memo_file', 'make_exactness', 'exact_only', 'env_bool', 'make_gate',
+           'make_pilot']
 
 # %% ../nbs/32_pairing.ipynb #96fb3b1c
 log = logging.getLogger('mlxspec')
 ASSETS = Path(__file__).parent / 'assets' if '__file__' in globals() else Path('../mlxspec/assets')
 DEMO, DEMO_HEAD = ASSETS / 'mlxspec-demo', ASSETS / 'mlxspec-demo-mtp'
 AUTO_K = 8 # verify rows of drafters without a width of their own, when nobody says
+
+def kv_of(s: Settings) -> KV:
+    "How keys and values are kept, as the options say."
+    return KV(s.kv_bits, s.kv_group_size, s.max_kv_size)
+
+def load_target(s: Settings) -> Target:
+    "The target that the options name. ModelError or ConfigError."
+    return Target.load(s.model or DEMO, kv=kv_of(s), adapter=s.adapter_path)
 
 def is_demo(target: Target) -> bool:
     "Whether this is the embedded target."
@@ -156,6 +166,21 @@ def kernels(machine: Device) -> str:
     "What multiplies matrices on a CPU; nothing on a GPU, where the version of MLX says it."
     return '' if machine.gpu_device else blas.report().label
 
+def weights_fingerprint(model: Any, # an mlx-lm model in memory
+                       ) -> str: # 16 hex digits
+    "Identity of a model without files: its code, its configuration, and a few numbers of every weight."
+    weights: Any = tree_flatten(model.parameters()) # (name, array)
+    pieces = [a.reshape(-1)[::max(1, a.size // 16)].view(mx.uint8) for _, a in weights]
+    mx.eval(pieces)
+    h = hashlib.sha256(repr((type(model).__module__, type(model).__qualname__, getattr(model, 'args', None))).encode())
+    for (name, a), piece in zip(weights, pieces, strict=True): h.update(f'{name} {a.shape} {a.dtype} '.encode() + bytes(piece))
+    return h.hexdigest()[:16]
+
+def weights_of(target: Target) -> str: # 16 hex digits, and as many for an adapter
+    "Identity of a target's weights; on the owner thread."
+    if target.path is None: return weights_fingerprint(target.model)
+    return '-'.join(fingerprint(p) for p in (target.path, target.adapter) if p)
+
 def hint_key(target: Target, head: Any, machine: Device, k: int,
              strategy: str = 'block', # of verify forwards
              s: Settings | None = None, # how the drafter is packed, whether the law is compiled
@@ -165,8 +190,8 @@ def hint_key(target: Target, head: Any, machine: Device, k: int,
     s = s or Settings()
     packed = f'-q{s.quantize_drafter}' if s.quantize_drafter else ''
     compiled = '' if s.compile is None else ' compiled' if s.compile else ' not compiled'
-    return HintKey(fingerprint(target.path), fingerprint(head.path or target.path) + packed, machine.hardware, k, version('mlx') + compiled,
-                   version('mlx-lm'), kernels(machine), strategy)
+    return HintKey(weights_of(target), fingerprint(head.path or target.path) + packed, machine.hardware, k, version('mlx') + compiled,
+                   version('mlx-lm'), kernels(machine), strategy, target.kv.mode)
 
 def make_policy(target: Target, drafters: tuple[Drafter, ...], machine: Device, s: Settings, publish: Any,
                 exactness: Exactness | None = None, # None: nothing was probed
@@ -193,26 +218,15 @@ def probed_width(drafters: tuple[Drafter, ...], s: Settings) -> int: # 1: no blo
     if s.exactness == 'consistent': return AUTO_K if k <= AUTO_K else 2 * AUTO_K
     return min(k, max((d.max_drafts + 1 for d in drafters), default=1))
 
-def weights_fingerprint(model: Any, # an mlx-lm model in memory
-                       ) -> str: # 16 hex digits
-    "Identity of a model without files: its code, its configuration, and a few numbers of every weight."
-    weights: Any = tree_flatten(model.parameters()) # (name, array)
-    pieces = [a.reshape(-1)[::max(1, a.size // 16)].view(mx.uint8) for _, a in weights]
-    mx.eval(pieces)
-    h = hashlib.sha256(repr((type(model).__module__, type(model).__qualname__, getattr(model, 'args', None))).encode())
-    for (name, a), piece in zip(weights, pieces, strict=True): h.update(f'{name} {a.shape} {a.dtype} '.encode() + bytes(piece))
-    return h.hexdigest()[:16]
-
 def identity(target: Target, drafters: tuple[Drafter, ...] = ()) -> str: # 16 hex digits for the target, and for each drafter with files
     "Whose weights these are; on the owner thread."
-    weights = fingerprint(target.path) if target.path else weights_fingerprint(target.model)
-    return ' '.join([weights, *(fingerprint(p) for d in drafters if (p := getattr(d, 'path', None)))])
+    return ' '.join([weights_of(target), *filter(None, [target.kv.mode]), *(fingerprint(p) for d in drafters if (p := getattr(d, 'path', None)))])
 
 def memo_file(target: Target, machine: Device, k: int, s: Settings,
               what: str = 'probe', # of single requests; 'company': of batches
              ) -> MemoFile:
     "Where the probe's trials are kept."
-    key = HintKey(identity(target), '', machine.hardware, k, version('mlx'), version('mlx-lm'), kernels(machine), f'{what}-{s.exactness}')
+    key = HintKey(weights_of(target), '', machine.hardware, k, version('mlx'), version('mlx-lm'), kernels(machine), f'{what}-{s.exactness}', target.kv.mode)
     return MemoFile(hint_dir(s.cache_dir, 'exactness'), key)
 
 def make_exactness(target: Target, drafters: tuple[Drafter, ...], machine: Device, s: Settings) -> Exactness | None:
@@ -220,6 +234,7 @@ def make_exactness(target: Target, drafters: tuple[Drafter, ...], machine: Devic
     k = probed_width(drafters, s)
     if k < 2: return None
     x = Exactness(target, k, s.exactness, s.mtp_allow_inexact, memo_file(target, machine, k, s))
+    if not (x.trials or x.why or is_demo(target)): notice(f'measuring which verify widths of {target.name} are exact here, once per machine ...')
     finish(x.probe())
     target.ways = x
     if x.warning: log.warning(x.warning)

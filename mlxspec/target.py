@@ -72,9 +72,9 @@ def adapt(model: nn.Module, adapter: Path, # a directory, as mlx-lm's trainer wr
         if not (adapter / file).is_file(): raise ModelError(f'There is no adapter at {adapter}: it has no {file}.')
     try: load_adapters(model, str(adapter))
     except Exception as e: # a configuration or weights of something else: no common class
-        first, *rest = sorted(str(e).splitlines()[1:]) or [str(e)] # mlx-lm lists all tensors, in no order
-        more = f' (and {len(rest)} more)' if rest else ''
-        raise ModelError(f'The adapter at {adapter} does not fit {name}: {_one_line(type(e)(first.strip()))[:-1]}{more}.') from e
+        listed = sorted(str(e).splitlines()[1:]) # mlx-lm lists all tensors, in no order
+        why = f'{listed[0].strip()} (and {len(listed) - 1} more).' if listed else _one_line(e)
+        raise ModelError(f'The adapter at {adapter} does not fit {name}: {why}') from e
     model.eval() # no dropout
 
 def flat_rope(config: dict) -> dict: # config.json, or text_config -> what to add to it
