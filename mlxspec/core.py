@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 # %% auto #0
 __all__ = ['MlxspecError', 'ConfigError', 'ModelError', 'PairError', 'BackendError', 'PortBusy', 'RequestError', 'EngineError',
-           'NumericalError', 'Cancelled', 'notice', 'round_half_away', 'Params', 'Proposal', 'Forward', 'Rows',
-           'Accepted', 'StepResult', 'Emitted', 'Chunk', 'Choices', 'RequestStats', 'SequenceView', 'DraftState',
-           'Drafter']
+           'NumericalError', 'Cancelled', 'out_of_memory', 'notice', 'round_half_away', 'Params', 'Proposal', 'Forward',
+           'Rows', 'Accepted', 'StepResult', 'Emitted', 'Chunk', 'Choices', 'RequestStats', 'SequenceView',
+           'DraftState', 'Drafter']
 
 # %% ../nbs/00_core.ipynb #29892cdb
 class MlxspecError(Exception):
@@ -61,6 +62,12 @@ class NumericalError(EngineError):
 class Cancelled(MlxspecError):
     "The request was cancelled by whoever asked."
     exit_code, status, code = 130, 499, 'cancelled'
+
+def out_of_memory(e: BaseException | None) -> bool:
+    "Whether a fault, or what it came from, is that memory did not suffice. MLX has no class for that."
+    if isinstance(e, MemoryError): return True
+    if isinstance(e, RuntimeError) and re.search('malloc|out of memory|insufficient memory', str(e), re.I): return True
+    return isinstance(e, MlxspecError) and e.code == EngineError.code and out_of_memory(e.__cause__)
 
 # %% ../nbs/00_core.ipynb #75772359
 def notice(text: str) -> None: # one line

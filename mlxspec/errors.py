@@ -8,7 +8,6 @@ Docs: https://mlxspec.github.io/mlxspec/errors.html.md"""
 from __future__ import annotations
 
 import logging
-import re
 from enum import Enum
 from typing import Any
 
@@ -18,11 +17,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from .core import EngineError, MlxspecError, RequestError
+from .core import EngineError, MlxspecError, RequestError, out_of_memory
 
 # %% auto #0
 __all__ = ['NO_MEMORY', 'HANDLERS', 'Code', 'catalogue_markdown', 'error_body', 'later', 'path_of', 'first_problem',
-           'refused_by_router', 'too_large', 'ours', 'told', 'error_response', 'on_error']
+           'refused_by_router', 'ours', 'told', 'error_response', 'on_error']
 
 # %% ../nbs/40_errors.ipynb #1fc559dd
 _REQUEST, _SERVER, _LATER = 'invalid_request_error', 'server_error', 'unavailable_error'
@@ -98,7 +97,7 @@ def first_problem(e: ValidationError | RequestValidationError) -> RequestError:
 # %% ../nbs/40_errors.ipynb #6105d08d
 _log = logging.getLogger('mlxspec')
 NO_MEMORY = Code.out_of_memory.name, Code.out_of_memory.status
-_ROUTER = {404: 'there is no such route; a base_url ends in /v1, once.', 405: 'this route has another method.'}
+_ROUTER = {404: 'there is no such route; base_url must end in /v1, once.', 405: 'this route has another method.'}
 
 def refused_by_router(e: HTTPException, where: str) -> RequestError: # where: such as 'GET /v1'
     "What the router means."
@@ -106,17 +105,11 @@ def refused_by_router(e: HTTPException, where: str) -> RequestError: # where: su
     code = names.get(e.status_code) or next((c for c in Code if c.status == e.status_code), Code.invalid_value)
     return RequestError(f'{where}: {_ROUTER.get(e.status_code, code.when + ".")}', None, code.name, code.status)
 
-def too_large(e: BaseException | None) -> bool:
-    "Whether a fault, or what it came from, is that memory did not suffice. MLX has no class for that."
-    if isinstance(e, MemoryError): return True
-    if isinstance(e, RuntimeError) and re.search('malloc|out of memory|insufficient memory', str(e), re.I): return True
-    return isinstance(e, MlxspecError) and e.code == EngineError.code and too_large(e.__cause__)
-
 def ours(e: BaseException, request_id: str,
          where: str = '', # method and path, for people
         ) -> MlxspecError:
     "The exception that says the same in our terms; the unforeseen is logged here."
-    if too_large(e):
+    if out_of_memory(e):
         _log.error('request %s needs more memory than there is', request_id, exc_info=e)
         return RequestError(f'The request needs more memory than there is ({request_id}).', None, *NO_MEMORY)
     if isinstance(e, MlxspecError) and e.code in Code.__members__: return e

@@ -17,8 +17,8 @@ from typing import Any
 from prometheus_client import (CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics,
                                generate_latest)
 
-from .core import Cancelled, Chunk, MlxspecError, RequestStats
-from .errors import Code, too_large
+from .core import Cancelled, Chunk, MlxspecError, RequestStats, out_of_memory
+from .errors import Code
 from .policy import STATES
 
 # %% auto #0
@@ -89,7 +89,7 @@ class Entry:
 # %% ../nbs/40_metrics.ipynb #b0c73f78
 def code_of(e: BaseException) -> str: # a name of `Code`
     "The label of a failure."
-    if too_large(e): return Code.out_of_memory.name
+    if out_of_memory(e): return Code.out_of_memory.name
     return e.code if isinstance(e, MlxspecError) and e.code in Code.__members__ else Code.engine_error.name
 
 CAUSES = dict(acceptance_fell='acceptance fell', acceptance_pays='pays', slower='got slower', faster='measured to be faster',

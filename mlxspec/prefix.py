@@ -202,6 +202,11 @@ class PrefixStore:
         if any(len(o.tokens) > len(r.tokens) == shared(o.tokens, r.tokens) and r.drafters <= o.drafters for o in self.shelf.records.values()): return
         if self.shelf.put(r): self._postcommit(self.settle, r)
 
+    def drop(self) -> None:
+        "Memory is short: forget what is in it; what is on disk stays."
+        self.shelf.counts['dropped'] += len(self.shelf.records)
+        self.shelf.records.clear()
+
     def settle(self, r: Record) -> Iterator[None]:
         "Post-commit: copy a record to its exact size, and have it written."
         if not self.measured and not self._measuring: yield from self._measure()
