@@ -249,14 +249,15 @@ class TinyInkling(nn.Module):
         return self.lm_head(self.model(ids, cache or self.make_cache()) / self.scale)[..., :self.cut]
 
 def save_tiny_inkling(path: Path, # directory to fill
-                      blocks: int = 2, # of the head; the first one is sliding
+                      blocks: int = 2, # of the head
+                      local: tuple[int, ...] = (0,), # which of them are sliding
                       dtype: mx.Dtype = mx.float32, seed: int = 0, **changes) -> Path: # keys of text_config to change
     "Write a random Inkling-like target with its head."
     from mlxspec.drafters.inkling_mtp import InklingArgs, InklingHead
     text = dict(hidden_size=32, num_hidden_layers=2, vocab_size=272, unpadded_vocab_size=264, rms_norm_eps=1e-6, logits_mup_width_multiplier=2.0,
                 num_attention_heads=4, num_key_value_heads=2, head_dim=8, swa_num_attention_heads=4, swa_num_key_value_heads=1, swa_head_dim=8,
                 sliding_window_size=8, d_rel=4, rel_extent=16, sconv_kernel_size=4, dense_intermediate_size=64, intermediate_size=64) | changes
-    config = dict(model_type='inkling', eos_token_id=258, text_config=text, mtp_config=dict(num_nextn_predict_layers=blocks, local_layer_ids=[0]))
+    config = dict(model_type='inkling', eos_token_id=258, text_config=text, mtp_config=dict(num_nextn_predict_layers=blocks, local_layer_ids=list(local)))
     save_weights(path, tensors(redrawn(TinyInkling(TinyInklingArgs(config)), dtype, seed)), config)
     head = tensors(redrawn(InklingHead(InklingArgs.from_dict(config)), dtype, seed + 1))
     mx.save_safetensors(str(path / 'mtp.safetensors'), {f'model.mtp.{k}': w for k, w in head.items()}, metadata={'format': 'pt'})
