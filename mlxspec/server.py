@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.responses import JSONResponse, Response
 
 from .access import knows
@@ -28,9 +27,9 @@ from .wire_completions import (DetokenizeRequest, TokenizeRequest, detokenize, r
                                       read_tokens, tokenize)
 
 # %% auto #0
-__all__ = ['host_of', 'id_of', 'LARGE', 'router', 'body_of', 'answer', 'chat_completions', 'completions', 'model_card', 'models',
-           'model', 'with_tokenizer', 'tokenize_', 'detokenize_', 'policy', 'mtp_policy', 'health', 'metrics', 'live',
-           'ready', 'make_app']
+__all__ = ['host_of', 'id_of', 'LARGE', 'router', 'PROMETHEUS', 'body_of', 'answer', 'chat_completions', 'completions',
+           'model_card', 'models', 'model', 'with_tokenizer', 'tokenize_', 'detokenize_', 'policy', 'mtp_policy',
+           'health', 'metrics', 'live', 'ready', 'make_app']
 
 # %% ../nbs/41_server.ipynb #f03692d8
 host_of: Callable[[Request], Host] = lambda request: request.app.state.host
@@ -115,10 +114,12 @@ async def health(request: Request) -> Response:
     view = {'mtp_policy': policy(host).health()}
     return JSONResponse({'status': 'ok', **host.engine.snapshot(), 'observability': view})
 
+PROMETHEUS = 'text/plain; version=0.0.4; charset=utf-8' # the text format that Prometheus reads
+
 @router.get('/metrics')
 async def metrics(request: Request) -> Response:
     host = host_of(request)
-    return Response(host.ledger.text(host.engine), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+    return Response(host.ledger.text(host.engine), media_type=PROMETHEUS)
 
 @router.get('/health/live')
 async def live() -> dict: return {'status': 'ok'}
