@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from .cache import MARGIN, SLACK, WindowCache, is_recurrent, leaves, written
+from .cache import MARGIN, SLACK, is_recurrent, leaves, written
 from .core import Drafter, Params
 from .drafters.base import Guest
 from .law import DraftLaw, Law
@@ -38,7 +38,7 @@ def cache_bytes(cache: list, # after some rows
     for e in entries_of(cache):
         size, rows = sum(a.nbytes for a in leaves(e)) if is_recurrent(e) or written(e) else 0, written(e)
         if is_recurrent(e): fixed += size
-        elif isinstance(e, WindowCache): fixed += size / max(1, rows or 0) * (e.max_size + MARGIN + SLACK)
+        elif hasattr(e, 'max_size'): fixed += size / max(1, rows or 0) * (e.max_size + MARGIN + SLACK) # a window, or a ring
         elif rows: per += size / rows
     return per, fixed + per * SLACK
 
