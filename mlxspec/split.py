@@ -18,13 +18,14 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from .fetch import fetch
 from .core import ConfigError, ModelError
 from .drafters.glm4_moe_lite_mtp import GlmHead, GlmHeadArgs
 
 # %% auto #0
 __all__ = ['SMALL', 'Fetch', 'source_of', 'shards_with', 'layer_tensors', 'converted', 'check_raw', 'depth_of', 'split_mtp']
 
-# %% ../nbs/16_split.ipynb #65612ec1
+# %% ../nbs/16_split.ipynb #aa5592b3
 SMALL = ['*.json', '*.txt', '*.jinja', 'tokenizer.model', '*.tiktoken']
 Fetch = Callable[[list[str]], Path] # patterns of file names -> directory that has them
 
@@ -33,13 +34,7 @@ def source_of(model: str) -> Fetch: # directory, or `owner/name`
     path = Path(model).expanduser()
     if path.is_dir(): return lambda patterns: path
     if path.exists() or not re.fullmatch(r'\w[\w.-]*/[\w.-]+', model): raise ModelError(f'There is no checkpoint at {path}.')
-    def fetch(patterns: list[str]) -> Path:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError
-        try: return Path(snapshot_download(model, allow_patterns=patterns))
-        except (OSError, ValueError, HfHubHTTPError) as e: # offline and not cached, no such repository, no access
-            raise ModelError(f'{model} is not a directory here and could not be fetched ({type(e).__name__}).') from e
-    return fetch
+    return lambda patterns: fetch(model, patterns)
 
 def shards_with(path: Path, # directory
                 prefix: str, # of tensor names
