@@ -21,11 +21,11 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
 from . import prefix_files as files
-from .cache import WindowCache, is_recurrent, leaves
+from .cache import APPENDED, WindowCache, is_recurrent, leaves
 from .config import Settings
 from .device import Device
 from .hints import canonical, fingerprint, hint_dir
-from .pairing import kernels, memo_file, weights_fingerprint
+from .pairing import kernels, memo_file, weights_of
 from .rounds import Running
 from .scheduler import ModelWorkScheduler
 from .shelf import LEAST, Record, Shelf, chunk_ends, shared
@@ -36,15 +36,13 @@ __all__ = ['READ', 'TAIL', 'PIECES', 'log', 'can_freeze', 'by_rows', 'first_rows
            'chunks_matter', 'State', 'needs', 'Visit', 'PrefixStore', 'special_ids', 'prefix_store', 'about_files']
 
 # %% ../nbs/32_prefix.ipynb #7518c0fc
-_ROWS = 'KVCache', 'QuantizedKVCache' # entries that are lists of rows
-
 def can_freeze(entry: Any) -> bool:
     "Whether we know how to keep an entry."
-    return is_recurrent(entry) or isinstance(entry, WindowCache) or type(entry).__name__ in _ROWS
+    return is_recurrent(entry) or isinstance(entry, WindowCache) or by_rows(entry)
 
 def by_rows(entry: Any) -> bool:
     "Whether an entry can be cut anywhere."
-    return type(entry).__name__ in _ROWS
+    return type(entry).__name__ in APPENDED
 
 def first_rows(state: Any, n: int) -> Any: # arrays [B, H, rows, D], in tuples or not
     return tree_map(lambda a: a[..., :n, :], state)
@@ -290,6 +288,5 @@ def prefix_store(target: Target, drafters: tuple, machine: Device, s: Settings, 
 def about_files(target: Target, drafters: tuple, machine: Device, s: Settings) -> dict:
     "Everything that a state on disk depends on."
     of = lambda d: f'{d.kind} {fingerprint(d.path) if getattr(d, "path", None) else ""}'
-    model = fingerprint(target.path) if target.path else weights_fingerprint(target.model)
-    return dict(version=1, model=model, kv=[type(e).__name__ for e in entries_of(target.make_cache())], chunk=[LEAST, s.prefill_chunk_tokens],
+    return dict(version=1, model=weights_of(target), kv=[target.kv.mode, *(type(e).__name__ for e in entries_of(target.make_cache()))], chunk=[LEAST, s.prefill_chunk_tokens],
                 drafters=[of(d) for d in drafters], mlx=version('mlx'), mlx_lm=version('mlx-lm'), hardware=machine.hardware, kernels=kernels(machine))
