@@ -16,7 +16,7 @@ import mlx.core as mx
 from . import device
 from .config import Settings
 from .exactness import Difference, Exactness, Trial, difference, finish, random_ids
-from .pairing import DEMO, gather, memo_file, probed_width
+from .pairing import gather, load_target, memo_file, probed_width
 from .target import Target, entries_of
 
 # %% auto #0
@@ -31,7 +31,7 @@ def repeated(cache: list, # of one sequence
     for e in entries_of(cache):
         for name, v in vars(e).items():
             if isinstance(v, mx.array): setattr(e, name, mx.repeat(v, rows, axis=0))
-            if isinstance(v, list): setattr(e, name, [None if a is None else mx.repeat(a, rows, axis=0) for a in v])
+            if isinstance(v, (list, tuple)): setattr(e, name, type(v)(None if a is None else mx.repeat(a, rows, axis=0) for a in v))
     return cache
 
 def try_batch(target: Target, rows: int) -> Difference | None: # `position` is the row
@@ -87,7 +87,7 @@ def run_probe(s: Settings) -> Report:
     "Load what the settings name and probe it. The errors are those of `Engine.load`."
     machine = device.detect()
     device.set_compile(s.compile, machine)
-    target = Target.load(s.model or DEMO)
+    target = load_target(s)
     return probe(target, max(2, probed_width(gather(target, s).made, s)), s, machine)
 
 # %% ../nbs/34_probe.ipynb #0b0ad6a2
