@@ -33,8 +33,8 @@ from .target import Target, entries_of, put_back, remember
 __all__ = ['REAL', 'Steps', 'SHORT', 'LONG', 'EDGE', 'AHEAD', 'LIMIT_S', 'ALSO', 'log', 'random_ids', 'overheard', 'more_like',
            'synthetic', 'using', 'Stage', 'last_rows', 'set_stage', 'finish', 'walks', 'Difference', 'differing',
            'difference', 'Block', 'law_differs', 'writes_differ', 'walk', 'Trial', 'heard', 'sweep_all', 'try_width',
-           'first_contexts', 'further', 'exact_at', 'answers', 'next_trial', 'try_all', 'decline_sentence', 'not_run',
-           'inexact_warning', 'Table', 'all_trials', 'Memo', 'recall', 'why_not', 'Exactness']
+           'reach', 'first_contexts', 'further', 'exact_at', 'answers', 'next_trial', 'try_all', 'decline_sentence',
+           'not_run', 'inexact_warning', 'Table', 'all_trials', 'Memo', 'recall', 'why_not', 'Exactness']
 
 # %% ../nbs/08_exactness.ipynb #7f87b568
 REAL = 16 # tokens that are really read
@@ -272,10 +272,14 @@ def try_width(stage: Stage, k: int, ways: OneWay, since: int = 0) -> Generator[N
 SHORT, LONG, EDGE = 16, 1056, 8 # tokens; rows before the edge of a window
 AHEAD = 2048 # tokens of an answer whose length nobody knows that are worth a probe
 
+def reach(target: Target) -> int | None: # tokens; None: no limit is known
+    "Up to where blocks can be verified at all: the model's context, or a ring that has not come round."
+    return min((n for n in (target.context_length, target.kv.most) if n), default=None)
+
 def first_contexts(target: Target, k: int) -> list[int]: # ascending
     "The contexts that are probed at once."
     windows = {e.max_size for e in entries_of(target.make_cache()) if hasattr(e, 'max_size')}
-    top = (target.context_length or LONG + 2 * k) - 2 * k
+    top = (reach(target) or LONG + 2 * k) - 2 * k
     return sorted({max(1, min(c, top)) for c in (SHORT, LONG, *(w - EDGE for w in windows))})
 
 def further(contexts: list[int], # probed so far
@@ -423,7 +427,7 @@ def recall(body: dict | None) -> list[Trial]:
 def why_not(target: Target, mode: str) -> str | None:
     "What keeps the probe from running."
     if mode == 'off': return 'MLXSPEC_EXACTNESS is off'
-    if not target.can_verify(target.make_cache(), 2): return f'the cache of {target.name} cannot take rows back'
+    if not target.can_verify(target.make_cache(), 1): return f'the cache of {target.name} cannot take rows back'
     return None
 
 # %% ../nbs/08_exactness.ipynb #5700aa1a
@@ -434,7 +438,7 @@ class Exactness:
                  allow_inexact: bool = False, # run blocks although they are not exact
                  memo: Memo | None = None): # None: try again in every process
         self.target, self.mode, self.allow_inexact, self.memo = target, mode, allow_inexact, memo
-        self.why, self.reach = why_not(target, mode), target.context_length
+        self.why, self.reach = why_not(target, mode), reach(target)
         self.trials = recall(memo.load()) if memo and not self.why else []
         self.table = Table.of(self.trials, k)
 
