@@ -42,7 +42,7 @@ def add_options(parser: argparse.ArgumentParser,
     group = parser.add_argument_group('settings', 'each also a variable MLXSPEC_NAME and a key in mlxspec.toml')
     for r in TABLE.values():
         if not takes(command, r): continue
-        word = '|'.join(r.choices) or dict(bool='on|off', int='N', float='X', str='TEXT', Path='PATH')[r.kind]
+        word = '|'.join(map(str, r.choices)) or dict(bool='on|off', int='N', float='X', str='TEXT', Path='PATH')[r.kind]
         default = '' if r.default is None or r.kind == 'bool' else f' [{r.default}]'
         bare: dict[str, Any] = dict(nargs='?', const='true') if r.kind == 'bool' else {}
         group.add_argument(r.flag, dest=r.name, metavar=word, help=r.help + default, default=argparse.SUPPRESS, **bare)
