@@ -216,7 +216,7 @@ def probed_width(drafters: tuple[Drafter, ...], s: Settings) -> int: # 1: no blo
     "K, the widest block that somebody may ask for."
     k = s.draft_block_size or AUTO_K
     if s.exactness == 'consistent': return AUTO_K if k <= AUTO_K else 2 * AUTO_K
-    return min(k, max((d.max_drafts + 1 for d in drafters), default=1))
+    return k if drafters else 1
 
 def identity(target: Target, drafters: tuple[Drafter, ...] = ()) -> str: # 16 hex digits for the target, and for each drafter with files
     "Whose weights these are; on the owner thread."
