@@ -204,8 +204,8 @@ async def events(host: Host, turn: Turn, first: Item | None, request_id: str) ->
         yield ready + frame(told(honest(host, e), request_id)[1])
 
 # %% ../nbs/41_host.ipynb #77997a5d
-def fingerprint(engine: Any, mode: str) -> str: # mode of the scheduler
+def fingerprint(engine: Any, *ways: str) -> str: # ways: options that may change a text, such as the mode of the scheduler
     "A hash of everything that may change an answer."
     from importlib.metadata import version
-    what = engine.identity, engine.drafters, mode, *map(version, ('mlxspec', 'mlx', 'mlx-lm'))
+    what = engine.identity, engine.drafters, ways, *map(version, ('mlxspec', 'mlx', 'mlx-lm'))
     return 'fp_' + hashlib.sha256(repr(what).encode()).hexdigest()[:10]

@@ -190,7 +190,8 @@ def load_engine(server: Server, settings: Settings, load: Callable[[Settings], A
         server.failures.append(e)
         server.should_exit = True
         return
-    host.fingerprint, host.engine = fingerprint(engine, settings.scheduler_mode), engine
+    ways = settings.scheduler_mode, settings.accept_law, settings.exactness
+    host.fingerprint, host.engine = fingerprint(engine, *ways), engine
     what = f'{engine.name}, the embedded demo pair,' if engine.is_demo else engine.name
     if not server.should_exit: print(f'mlxspec serves {what} at {where}', flush=True)
 
