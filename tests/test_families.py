@@ -8,6 +8,7 @@ from mlxspec.drafters.base import Guest
 from mlxspec.drafters.gemma4_assistant import build_gemma4_assistant
 from mlxspec.drafters.glm4_moe_lite_mtp import build_glm4_moe_lite_mtp
 from mlxspec.drafters.inkling_mtp import build_inkling_mtp
+from mlxspec.drafters.prediction import Prediction, PredictionState, Script
 from mlxspec.drafters.qwen3_5_mtp import build_qwen3_5_mtp
 from mlxspec.law import DraftLaw, Law
 from mlxspec.rounds import open_running, prefill_step, step
@@ -51,6 +52,23 @@ def test_same_text_wherever_a_round_ends(kind, family):
 
 def test_assistants_too(assistant):
     check(assistant.target, lambda answer: assistant, k=4)
+
+
+class Right(Prediction):
+    "A prediction that is the answer."
+    def __init__(self, ids): self.ids = tuple(ids)
+    def open(self, seq): return PredictionState(seq, Script.of(self.ids))
+
+
+@pytest.mark.parametrize('kind', CACHES)
+def test_a_perfect_prediction_needs_n_over_k_steps(kind):
+    t = h.target(kind)
+    ids = t.tokenizer.encode(h.PROMPTS[2])
+    answer = h.run(t, ids, max_tokens=40).output
+    for n, k in ((1, 4), (2, 4), (4, 4), (5, 4), (23, 8), (24, 8), (25, 8), (39, 2), (40, 3), (40, 16)):
+        r = h.run(t, ids, k, [Right(answer)], max_tokens=n)
+        assert r.output == answer[:n] and r.stats.rounds + r.stats.plain_steps == -(-n // k), (n, k)
+        assert r.stats.accepted == r.stats.drafted
 
 
 # ---- targets with a head that fits nobody else

@@ -141,5 +141,16 @@ def test_a_prediction_comes_first_and_changes_nothing(root, target):
         with pytest.raises(MlxspecError, match='prediction has 600 tokens'): e.generate('Hello', prediction=(1,) * 600)
 
 
+def test_a_prediction_is_wider_than_the_head(root, target):
+    "A head keeps its own K; a prediction that comes with a request takes what is exact. One K for all when it was asked for."
+    for k, widest in ((None, (3, 8)), (2, (2, 2)), (5, (5, 5))):
+        with Engine.load(root / 'target', str(save_tiny_mtp(root / 'narrow')), cache_dir=root / 'cache', mtp_gate='force', enable_mtp_b1=True, max_tokens=40, draft_block_size=k) as e:
+            r = e.generate('Hello')
+            ids = tuple(t.id for t in r.tokens)
+            assert max(r.stats.per_step_drafted) == widest[0] - 1 and set(r.stats.sources) == {'qwen3_5_mtp'}
+            r = e.generate('Hello', prediction=ids)
+            assert tuple(t.id for t in r.tokens) == ids and r.stats.rounds + r.stats.plain_steps == -(-40 // widest[1])
+
+
 def test_packing_to_an_odd_number_of_bits_is_refused(root, target):
     with pytest.raises(PairError, match='cannot be packed to 7 bits'): gather(target, asked(str(save_tiny_eagle3(root / 'eagle3')), quantize_drafter=7))
