@@ -176,7 +176,7 @@ class Settings:
     prefix_cache_bytes: int = option(1 << 30, 'memory for the state of earlier prompts; 0: none is kept', ('serve',), lo=0)
     prefix_disk_bytes: int = option(0, 'disk space for the same, below cache_dir/prefix; 0: none', ('serve',), lo=0)
     scheduler_mode: str = option('serial', 'how requests share the target', ('serve',), choices=MODES)
-    max_tokens: int = option(512, 'most tokens of an answer', lo=1)
+    max_tokens: int = option(512, 'most tokens of an answer; chats over HTTP may fill the context unless this is set', lo=1)
     temperature: float = option(0.0, 'randomness of the draw; 0 is greedy', lo=0, hi=2)
     top_p: float = option(1.0, 'nucleus mass kept; 1 keeps all', lo=0, hi=1)
     top_k: int = option(0, 'most likely tokens kept; 0 keeps all', lo=0)

@@ -36,7 +36,8 @@ from .server import make_app
 
 # %% auto #0
 __all__ = ['DRAIN_S', 'HURRY_S', 'LINGER_S', 'check_model_path', 'listen', 'url_of', 'is_local', 'key_of', 'access_of',
-           'file_limit', 'Server', 'Discreet', 'start_log', 'load_model', 'gpu_here', 'warm', 'load_engine', 'serve']
+           'file_limit', 'Server', 'Discreet', 'start_log', 'for_requests', 'load_model', 'gpu_here', 'warm',
+           'load_engine', 'serve']
 
 # %% ../nbs/42_serving.ipynb #78eb023d
 def check_model_path(model: str | None) -> None:
@@ -164,6 +165,12 @@ def start_log(level: str) -> None: # 'debug', 'info', 'warning' or 'error'
 
 _log = logging.getLogger('mlxspec')
 
+# %% ../nbs/42_serving.ipynb #16078206
+def for_requests(settings: Settings) -> Callable[..., Params]:
+    "Makes the parameters of a request from what it says."
+    if settings.origin('max_tokens') != 'default': return settings.params
+    return lambda **said: settings.params(**dict(max_tokens=2**31 - 1) | said) # the engine cuts it to what fits
+
 # %% ../nbs/42_serving.ipynb #ef961116
 def load_model(settings: Settings) -> Any: # an Engine
     "Load what the settings name."
@@ -202,7 +209,7 @@ def serve(settings: Settings, load: Callable[[Settings], Any] = load_model) -> N
     check_model_path(settings.model)
     access, gpu = access_of(settings), gpu_here()
     sock = listen(settings.host, settings.port)
-    host = Host(gpu=gpu, served_name=settings.served_model_name, make_params=settings.params, access=access, max_body=settings.max_body,
+    host = Host(gpu=gpu, served_name=settings.served_model_name, make_params=for_requests(settings), access=access, max_body=settings.max_body,
                 max_queue=settings.max_queue, grace_s=settings.stream_grace_s, ledger=Ledger(settings.metrics_prefix))
     server = Server(make_app(host), host, settings.log_level)
     loader = threading.Thread(target=load_engine, args=(server, settings, load, url_of(sock)), daemon=True)
