@@ -273,8 +273,8 @@ SHORT, LONG, EDGE = 16, 1056, 8 # tokens; rows before the edge of a window
 AHEAD = 2048 # tokens of an answer whose length nobody knows that are worth a probe
 
 def reach(target: Target) -> int | None: # tokens; None: no limit is known
-    "Up to where blocks can be verified at all: the model's context, or a ring that has not come round."
-    return min((n for n in (target.context_length, target.kv.most) if n), default=None)
+    "Up to where blocks can be verified at all: the model's context, or a ring that has not come round, not even after a walk."
+    return min((n for n in (target.context_length, target.kv.most and target.kv.most - 13) if n), default=None)
 
 def first_contexts(target: Target, k: int) -> list[int]: # ascending
     "The contexts that are probed at once."
