@@ -1,7 +1,10 @@
 "The server against broken and hostile clients: raw sockets to a real process around an obedient engine (tools/obedient.py)."
+import contextlib
+import http.client
 import json
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -98,7 +101,7 @@ def is_error(answer, status, code, param=...):
 
 @pytest.fixture(scope='module')
 def server():
-    p, port = start('--log-level', 'debug', '--allow-origin', 'https://my.page', '--max-body', '100000', MLXSPEC_API_KEY=KEY)
+    p, port = start('--log-level', 'debug', '--allow-origin', 'https://my.page', '--max-body', '200000', MLXSPEC_API_KEY=KEY)
     c = Caller(port)
     c.p, c.first = p, c.good()
     yield c
@@ -138,9 +141,9 @@ def test_4_every_error_has_one_shape(c):
     assert headers['x-request-id'].startswith('req_')
     assert 'POST' in is_error(c.ask('GET', CHAT), 405, 'method_not_allowed')['allow']
     is_error(c.ask(body=b'{}'), 400, 'invalid_value', 'messages')
-    is_error(c.ask(body=b'x' * 100_001), 413, 'request_too_large')
+    is_error(c.ask(body=b'x' * 200_001), 413, 'request_too_large')
     is_error(c.ask(body=b'4e20\r\n' + b' ' * 20_000 + b'\r\n', **{'transfer-encoding': 'chunked'}), 408, 'request_timeout')
-    big = b''.join(b'4e20\r\n' + b' ' * 20_000 + b'\r\n' for _ in range(6))
+    big = b''.join(b'4e20\r\n' + b' ' * 20_000 + b'\r\n' for _ in range(11))
     is_error(c.ask(body=big, **{'transfer-encoding': 'chunked'}), 413, 'request_too_large')
     is_error(c.ask(body=chat(), **{'content-type': 'text/plain'}), 415, 'unsupported_media_type')
     is_error(parsed(c.talk(b'SSH-2.0-hello\r\n\r\n')), 400, 'invalid_value')
@@ -178,7 +181,10 @@ def test_8_errors_of_streams(c):
 
 
 def test_10_slashes_and_pages(c):
-    for path in (CHAT + '/', '//v1/chat/completions', '/v1/v1/chat/completions'): is_error(c.ask(path=path, body=chat()), 404, 'unknown_url')
+    for path in (CHAT + '/', '//v1/chat/completions', '/v1/v1/chat/completions', '/chat/completions'):
+        got = c.ask(path=path, body=chat())
+        is_error(got, 404, 'unknown_url')
+        assert b'base_url must end in /v1' in got[2] and path.encode() in got[2]
     for path in ('/docs', '/redoc', '/openapi.json'): is_error(c.ask('GET', path), 404, 'unknown_url')
 
 
@@ -188,9 +194,14 @@ DEEP = b'{"messages":[{"role":"user","content":"a"}],"x":' + b'[' * 5000 + b']' 
 USER = dict(role='user', content='a')
 NESTED = {}
 for _ in range(65): NESTED = dict(type='object', properties=dict(a=NESTED))
+DEEPER = NESTED
+for _ in range(135): DEEPER = dict(type='object', properties=dict(a=DEEPER))
+SCHEMAS = dict(number=3, loop={'$ref': '#'}, lookahead=dict(type='string', pattern='(?=a)b'), consts=dict(enum=list(range(20_000))), fine=dict(type='object'))
+REGEXES = '(a+)+b', '(a*)*b', '(.*a){25}', '((a{1,9}){1,9}){1,9}'
 TOOL = [dict(type='function', function=dict(name='f', parameters=NESTED))]
 ROWS = [
-    *((f'1 {b[:8]!r}', b, 'invalid_json', None) for b in (b'', b'{bad', b'[]', b'null', b'{} {}', b'\x00', b'"\xff"', b'{"a":"\xff"}')),
+    *((f'1 {b[:8]!r}', b, 'invalid_json', None) for b in (b'', b'{bad', b'[]', b'null', b'{} {}', b'\x00')),
+    *((f'2 {b[:8]!r}', b, 'invalid_json', None) for b in (b'"\xff"', b'{"a":"\xff"}', '{}'.encode('utf-16'))),
     ('4 nested', b'[' * 100_000, 'invalid_json', None), ('4 unknown', DEEP, 'invalid_json', None),
     ('4 schema', chat(tools=TOOL), 'invalid_value', 'tools[0].function'),
     ('9 none', dict(messages=[]), 'invalid_value', 'messages'), ('9 role', dict(messages=[dict(role='cook', content='a')]), 'invalid_value', 'messages[0].role'),
@@ -206,7 +217,13 @@ ROWS = [
     ('17 -5', chat(logit_bias={'-5': 1}), 'invalid_value', ...), ('17 101', chat(logit_bias={'5': 101}), 'invalid_value', ...),
     ('17 many', chat(logit_bias={str(i): 1 for i in range(1025)}), 'invalid_value', 'logit_bias'),
     ('18 21', chat(logprobs=True, top_logprobs=21), 'invalid_value', 'top_logprobs'), ('18 alone', chat(top_logprobs=2), 'invalid_value', 'top_logprobs'),
-    ('20 schema', chat(response_format=dict(type='json_schema', json_schema=dict(name='a', schema=3))), ..., ...),
+    *((f'20 {n}', chat(response_format=dict(type='json_schema', json_schema=dict(name='a', schema=x))), 'unsupported_parameter', 'response_format')
+      for n, x in SCHEMAS.items()),
+    ('20 deep', chat(response_format=dict(type='json_schema', json_schema=dict(name='a', schema=DEEPER))), 'invalid_value', ...),
+    *((f'21 {f} {x}', chat(**{f: x}), 'unsupported_parameter', f) for f in ('guided_regex', 'regex') for x in REGEXES),
+    ('21 structured', chat(structured_outputs=dict(regex=REGEXES[0])), 'unsupported_parameter', 'structured_outputs'),
+    ('21 grammar', chat(guided_grammar='root ::= root'), 'unsupported_parameter', 'guided_grammar'),
+    ('21 tool_choice', chat(tools=TOOL[:0], tool_choice='required'), 'unsupported_parameter', 'tool_choice'),
     ('24 kwargs', chat(chat_template_kwargs=dict(tokenize=True)), 'invalid_value', 'chat_template_kwargs.tokenize'),
     ('24 long', chat(chat_template_kwargs=dict(x='y' * 90_000)), 'invalid_value', ...)]
 TEXT_ROWS = [('26 list', dict(prompt=['a'] * 10_000), ..., 'prompt'), ('26 vocab', dict(prompt=[0x110000]), 'invalid_value', 'prompt'),
@@ -233,12 +250,40 @@ def test_8_odd_characters_come_back(c):
         else: assert ''.join(x['delta'].get('content') or '' for e in re.findall(r'data: (\{.*)', body.decode()) for x in json.loads(e)['choices']) == text + '7.'
 
 
-def test_10_models(c): is_error(c.ask(body=chat(model='gpt-5')), 404, 'model_not_found', 'model')
+def test_10_models(c):
+    got = c.ask(body=chat(model='gpt-5'))
+    is_error(got, 404, 'model_not_found', 'model')
+    assert b'stand-in' in got[2]
+
+
+def kilobytes(c): return int(re.search(r'VmRSS:\s+(\d+)', Path(f'/proc/{c.p.pid}/status').read_text())[1])
+
+
+@pytest.mark.skipif(not Path('/proc/self/status').exists(), reason='reads memory from /proc')
+def test_22_many_schemas_leave_nothing(c):
+    "A thousand distinct schemas, in small bodies on one connection, take no memory."
+    conn = http.client.HTTPConnection('127.0.0.1', c.port, timeout=T)
+    def send(first, n):
+        for i in range(first, first + n):
+            schema = dict(name=f'n{i}', schema=dict(const=f'{i}' * 50))
+            raw = json.dumps(chat(response_format=dict(type='json_schema', json_schema=schema)))
+            conn.request('POST', CHAT, raw, {'content-type': 'application/json', 'authorization': c.key})
+            r = conn.getresponse()
+            assert r.status == 400 and b'response_format' in r.read()
+    send(0, 200)
+    before = kilobytes(c)
+    send(200, 1000)
+    assert kilobytes(c) - before < 4096
 
 
 def test_13_the_last_place_of_the_context(c):
     choice = json.loads(c.ask(body=chat('x' * 4095, max_tokens=1))[2])['choices'][0]
     assert choice['finish_reason'] == 'length'
+
+
+def test_14_without_max_tokens_the_end_is_the_engines(c):
+    body = json.loads(c.ask(body=chat('stream 600 0'))[2])
+    assert (body['choices'][0]['finish_reason'], body['usage']['completion_tokens']) == ('stop', 600)
 
 
 def test_25_predictions_change_no_text(c):
@@ -257,6 +302,7 @@ def test_29_wrong_keys(c, name, headers):
         got = c.ask(method, path, body, **{'authorization': None, **headers})
         if name == 'long' and got[0] == 431: continue # cut off before it was a head
         assert is_error(got, 401, 'invalid_api_key')['www-authenticate'] == 'Bearer'
+        assert got[2] == c.ask('GET', '/metrics', authorization='Bearer x')[2] # whatever is wrong, the same is said
 
 
 def test_29_right_keys(c):
@@ -336,7 +382,10 @@ def a_stream(c, text='stream 100000 5'):
 
 def test_9_a_signal_ends_streams_with_a_word():
     p, port = start()
-    f = a_stream(Caller(port, None))
+    c = Caller(port, None)
+    a_stream(c).close() # a client that leaves is no error in anybody's log
+    until(lambda: not waiting(c)['running'])
+    f = a_stream(c)
     code, out, err = end(p)
     assert (code, out, err) == (0, '', '') and b'server_shutting_down' in f.read()
     socket.create_server(('127.0.0.1', port)).close() # the port is free
@@ -355,6 +404,37 @@ def test_40_a_second_interrupt_ends_it_at_once():
     assert (code, out, err) == (130, '', '')
     assert b'server_shutting_down' in f.read()
     is_error(parsed(waits.makefile('rb').read()), 503, 'server_shutting_down')
+
+
+def test_40_after_a_kill_the_next_server_takes_the_port():
+    p, port = start()
+    f = a_stream(Caller(port, None))
+    p.kill()
+    p.communicate(timeout=T)
+    with contextlib.suppress(ConnectionError): assert b'[DONE]' not in f.read()
+    p, again = start('--port', str(port))
+    assert again == port and json.loads(Caller(port, None).ask(body=chat())[2])['choices'][0]['message']['content'] == 'hello7.'
+    assert end(p)[0] == 0
+
+
+def test_36_more_sockets_than_places():
+    "One active, eight waiting: of 60 callers at once exactly those are served, and all the others learn when to come back."
+    p, port = start('--max-queue', '8')
+    c = Caller(port, None)
+    good = c.good()
+    active = a_stream(c)
+    raw = json.dumps(chat(stream=True)).encode()
+    calls = [c.connect() for _ in range(60)]
+    for s in calls: s.sendall(c.head('POST', CHAT, {'content-type': 'application/json', 'content-length': str(len(raw))}) + raw)
+    until(lambda: waiting(c)['queue_depth']['foreground'] == 8)
+    assert c.ask('GET', '/health/live')[0] == 200 and c.ask('GET', '/health/ready')[0] == 503
+    until(lambda: len(select.select(calls, [], [], 0)[0]) == 52)
+    for s in (full := select.select(calls, [], [], 0)[0]):
+        assert int(is_error(parsed(s.makefile('rb').read()), 429, 'queue_full')['retry-after']) >= 1
+    active.close()
+    for s in calls:
+        if s not in full: assert b'[DONE]' in s.makefile('rb').read()
+    assert c.good() == good and end(p) == (0, '', '')
 
 
 def test_a_dead_owner_ends_the_server():
@@ -389,6 +469,21 @@ def scrape(c):
     for family in text_string_to_metric_families(body.decode()):
         for x in family.samples: found.setdefault(x.name.removeprefix('mlxspec:'), {})[tuple(x.labels.values())] = x.value
     return found
+
+
+NAMES = '''request_success_total request_failure_total request_cancelled_total num_requests_running num_requests_waiting prompt_tokens_total
+    generation_tokens_total prefix_cache_hit_tokens_total time_to_first_token_seconds inter_token_latency_seconds e2e_request_latency_seconds
+    request_queue_time_seconds spec_decode_num_drafts_total spec_decode_num_draft_tokens_total spec_decode_num_accepted_tokens_total
+    spec_decode_num_accepted_tokens_per_pos_total spec_gate_mode spec_gate_transitions_total spec_measured_speedup spec_step_seconds
+    owner_thread_heartbeat_age_seconds mlx_active_memory_bytes mlx_peak_memory_bytes'''.split()
+
+
+def test_every_name_is_explained(c):
+    families = list(text_string_to_metric_families(c.ask('GET', '/metrics')[2].decode()))
+    names = {f.name.removeprefix('mlxspec:') + ('_total' if f.type == 'counter' else '') for f in families}
+    assert names == set(NAMES) and all(f.documentation for f in families)
+    buckets = {x.labels['le'] for f in families if f.name == 'mlxspec:time_to_first_token_seconds' for x in f.samples if x.name.endswith('_bucket')}
+    assert len(buckets - {'+Inf'}) == 16 and {'0.001', '60.0'} < buckets
 
 
 def grown(c, name, *label):
