@@ -27,8 +27,8 @@ from .sequence import Sequence
 from .target import Target
 
 # %% auto #0
-__all__ = ['Result', 'Plan', 'Request', 'inside_thought', 'explore', 'taking_part', 'Seat', 'result_of', 'choose_step', 'follow',
-           'decode_step', 'answer']
+__all__ = ['Result', 'Plan', 'Request', 'inside_thought', 'explore', 'taking_part', 'Seat', 'sorry', 'result_of', 'choose_step',
+           'follow', 'decode_step', 'answer']
 
 # %% ../nbs/31_answer.ipynb #983b08c4
 @dataclass
@@ -111,6 +111,7 @@ class Seat:
     chunks: list[Chunk] = field(default_factory=list)
     ended: str | None = None          # 'completed', 'failed' or 'cancelled'
     visit: Any = None                 # of the prefix store
+    batch: Any = None                 # the Unit whose cache holds the request's rows; None: its own does
 
     @property
     def seq(self) -> Sequence: return self.request.seq
@@ -144,19 +145,14 @@ class Seat:
         if self.request.on_chunk: self.request.on_chunk(chunk)
         if self.seq.finish: self.finish()
 
-    def keep(self) -> None:
-        "Have the state so far remembered, if it is the request's own."
-        if self.visit and self.run.cache: self.visit.keep()
-
-    def part(self) -> None:
+    def part(self, batch: Any) -> None:
         "Give up the cache: the request moves into a batch."
-        self.keep()
-        self.run.cache = []
+        self.run.cache, self.batch = [], batch
 
     def finish(self) -> None:
         "The text has ended well."
         if self.course: self.course.close()
-        self.keep()
+        if self.visit: self.visit.keep(*(self.batch.state_of(self) if self.batch else (self.run.cache, self.run.cached)))
         self._end('completed', result_of(self.seq, self.chunks))
 
     def fail(self, e: BaseException) -> None:
@@ -172,12 +168,16 @@ class Seat:
     def attempt(self, fn: Callable, *args) -> Any: # what fn returns; None when it raised
         "Do something for this request; what it raises ends this request."
         try: return fn(*args)
-        except MlxspecError as e: self.fail(e)
+        except MlxspecError as e: self.fail(e.with_traceback(None)) # the frames hold the request, whose future holds the error: arrays would wait for the garbage collector
         except Exception as e: # a fault of ours or of MLX: this request ends with it, and the log has the details
             _log.exception('a request failed')
-            error = EngineError('The engine failed on this request; the log has the details.')
-            error.__cause__ = e
-            self.fail(error)
+            self.fail(sorry(e.with_traceback(None)))
+
+def sorry(cause: Exception) -> EngineError:
+    "The one sentence for a fault whose details are in the log."
+    error = EngineError('The engine failed on this request; the log has the details.')
+    error.__cause__ = cause
+    return error
 
 def result_of(seq: Sequence, chunks: list[Chunk]) -> Result:
     "What the chunks of a finished request come to."

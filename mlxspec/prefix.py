@@ -33,7 +33,8 @@ from .target import Target, entries_of
 
 # %% auto #0
 __all__ = ['READ', 'TAIL', 'PIECES', 'log', 'can_freeze', 'by_rows', 'first_rows', 'freeze', 'thaw', 'spans', 'said',
-           'chunks_matter', 'State', 'needs', 'Visit', 'PrefixStore', 'special_ids', 'prefix_store', 'about_files']
+           'chunks_matter', 'State', 'spare', 'needs', 'Visit', 'PrefixStore', 'special_ids', 'prefix_store',
+           'about_files']
 
 # %% ../nbs/32_prefix.ipynb #7518c0fc
 def can_freeze(entry: Any) -> bool:
@@ -111,6 +112,13 @@ class State:
     @property
     def nbytes(self) -> int: return sum(a.nbytes for a in {id(a): a for a in self.arrays()}.values())
 
+def spare(entries: list, frozen: list) -> int: # entries of a cache, and what `freeze` said of them
+    "Bytes that slices keep alive without needing them."
+    size = lambda arrays: sum(a.nbytes for _, a in _flat(arrays))
+    return sum(max(0, size([e.keys, e.values]) - size(f)) for e, f in zip(entries, frozen, strict=True) if not is_recurrent(e) and f is not None)
+
+def _flat(tree: Any) -> Any: return tree_flatten(tree)
+
 def needs(run: Running) -> frozenset[str]: # kinds
     "Drafters that read hidden states: without those of the beginning they would draft badly."
     return frozenset(g.kind for g in run.guests if g.drafter.hidden is not None)
@@ -151,24 +159,24 @@ class Visit:
         self.marks[at] = [None if by_rows(e) else freeze(e) for e in entries_of(self.run.cache)]
         mx.eval(self.marks[at])
 
-    def keep(self) -> None:
-        "After the last token, or when the cache is given up: put everything on the shelf."
+    def keep(self, cache: list, rows: int) -> None: # the request's; of how many of its tokens
+        "After the last token: put everything on the shelf."
         if not self.store.on or self.run.seq.stats.reasons['not_finite']: return
-        try: self.store.put(self.new_record())
+        try: self.store.put(self.new_record(entries_of(cache), rows))
         except Exception: log.exception('The state of a prompt could not be kept.') # the answer is whole all the same
 
-    def new_record(self) -> Record:
+    def new_record(self, entries: list, rows: int) -> Record:
         "The state of the request as it is now."
         run, seq, store, old = self.run, self.run.seq, self.store, self.record
-        tokens = np.array(seq.tokens[:run.cached], dtype=np.int32)
+        tokens, end = np.array(seq.tokens[:rows], dtype=np.int32), seq.prompt_len - 1
         saved = {g.kind: s for g in run.guests if (s := g.save()) is not None}
-        state = State([freeze(e) for e in entries_of(run.cache)], self.marks, saved)
+        state = State([freeze(e) for e in entries], self.marks, saved)
+        mx.async_eval(state.arrays()) # what is lazy would keep alive all that it is made from
         same_line = old is not None and shared(old.tokens, tokens) == len(old.tokens)
-        exact = seq.stats.level == 'identical' or not seq.stats.rounds
-        end = seq.prompt_len - 1
+        exact = seq.stats.level == 'identical' or seq.stats.level is None and not seq.stats.rounds
         return Record(tokens, tuple(e for e in self.ends if store.whole or e in self.marks), end, len(tokens) if exact else end,
                       frozenset((*self.marks, len(tokens))), store.whole, frozenset(g.kind for g in run.guests if g.state is not None),
-                      old.line if old and same_line else os.urandom(8).hex(), state.nbytes, state)
+                      old.line if old and same_line else os.urandom(8).hex(), state.nbytes + spare(entries, state.entries), state)
 
 # %% ../nbs/32_prefix.ipynb #5c1afa94
 class PrefixStore:
@@ -187,7 +195,7 @@ class PrefixStore:
         self.whole, self.special, self.least, self.chunk = all(map(by_rows, entries)), special, least, chunk
         known = memo.load() if memo and self.on else None
         self.free, self.measured, self._memo, self._closing = bool(known and known.get('free')), known is not None, memo, closing
-        self._measuring = False
+        self._queued = False
         self._postcommit, self._persist, self._about, self._disk = postcommit, persist, about or {}, disk if self.on else 0
         self.root = root or Path()
         self.folder = self.root / hashlib.sha256(canonical(self._about)).hexdigest()[:16]
@@ -198,18 +206,27 @@ class PrefixStore:
     def put(self, r: Record) -> None:
         "Keep a record, unless an older one says it all."
         if any(len(o.tokens) > len(r.tokens) == shared(o.tokens, r.tokens) and r.drafters <= o.drafters for o in self.shelf.records.values()): return
-        if self.shelf.put(r): self._postcommit(self.settle, r)
+        if not self.shelf.put(r) or self._queued: return
+        self._queued = True
+        self._postcommit(self.settle)
 
     def drop(self) -> None:
         "Memory is short: forget what is in it; what is on disk stays."
         self.shelf.counts['dropped'] += len(self.shelf.records)
         self.shelf.records.clear()
 
-    def settle(self, r: Record) -> Iterator[None]:
-        "Post-commit: copy a record to its exact size, and have it written."
-        if not self.measured and not self._measuring: yield from self._measure()
-        if self.shelf.records.get(r.line) is not r: return
-        s, seen = r.payload, {}
+    def settle(self) -> Iterator[None]:
+        "Post-commit: copy what is new on the shelf to its exact size, and have it written."
+        self._queued = False
+        if not self.measured: yield from self._measure()
+        while r := next((r for r in self.shelf.records.values() if not r.settled), None):
+            try: yield from self._settle(r)
+            except Exception: # of MLX, in all likelihood: no memory for the copy
+                log.exception('The state of a prompt could not be kept.')
+                self.shelf.records.pop(r.line, None)
+
+    def _settle(self, r: Record) -> Iterator[None]:
+        s, seen, r.settled = r.payload, {}, True
         def exact(a: Any) -> Any: # an array that several marks share is copied once
             if isinstance(a, mx.array): return seen.setdefault(id(a), (mx.contiguous(a), a))[0]
             return a
@@ -220,16 +237,15 @@ class PrefixStore:
                 yield
         r.nbytes = s.nbytes
         self.shelf.fit()
-        if self._disk: self._persist(self.write, r, coalesce_key=('prefix', r.line), pinned_bytes=r.nbytes)
+        if self._disk and self.shelf.records.get(r.line) is r: self._persist(self.write, r, coalesce_key=('prefix', r.line), pinned_bytes=r.nbytes)
 
     def _measure(self) -> Iterator[None]:
-        self._measuring, steps = True, chunks_matter(self.target)
+        steps = chunks_matter(self.target)
         while not self.measured and not self._closing():
             try: yield next(steps)
             except StopIteration as e:
                 self.free, self.measured = not e.value, True
                 if self._memo: self._memo.save(dict(free=self.free))
-        self._measuring = False
 
     def write(self, r: Record) -> Iterator[None]:
         "Persistence: write a record, and keep all files within the budget."
@@ -244,8 +260,9 @@ class PrefixStore:
     def load(self) -> Iterator[None]:
         "Persistence, once: put what earlier processes wrote at the far end of the shelf, the newest first, while there is room."
         for path in files.newest_first(self.folder):
-            if self.shelf.nbytes + path.stat().st_size > self.shelf.budget: return
-            try: r = self._record(path.stem, (yield from files.read(path, self._about)))
+            try:
+                if self.shelf.nbytes + path.stat().st_size > self.shelf.budget: return
+                r = self._record(path.stem, (yield from files.read(path, self._about)))
             except ValueError as e: files.put_aside(path, str(e))
             except OSError as e: log.warning('%s cannot be read: %s.', path.name, e.strerror)
             else:
@@ -258,7 +275,7 @@ class PrefixStore:
             s = State(*v['state'])
             if len(s.entries) != len(entries_of(self.target.make_cache())): raise ValueError('made for another cache')
             return Record(np.array(v['tokens']), tuple(v['ends']), v['prompt_end'], v['sure'], frozenset(v['marks']), self.whole,
-                          frozenset(s.drafters), line, s.nbytes, s)
+                          frozenset(s.drafters), line, s.nbytes, s, settled=True)
         except (KeyError, TypeError, AttributeError) as e: raise ValueError('not a state of ours') from e
 
     def snapshot(self) -> dict:

@@ -45,6 +45,7 @@ class Record:
     line: str                         # name of the conversation: records that replace each other have one
     nbytes: int
     payload: Any = None               # the state
+    settled: bool = False             # it has memory of its own, of its own size
 
 def shared(a: np.ndarray, b: np.ndarray) -> int:
     "Length of the common beginning."

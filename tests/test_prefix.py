@@ -63,7 +63,7 @@ class Bench:
             read = prefill_step(self.t, run, visit.chunk(chunk))
             visit.mark()
         while not seq.finish: step(self.t, run, k)
-        if keep: visit.keep()
+        if keep: visit.keep(run.cache, run.cached)
         for g in run.guests: g.close()
         return seq
 
@@ -157,7 +157,7 @@ def test_what_has_no_numbers_is_not_kept():
     run = open_running(t, seq)
     visit = b.store.visit(run)
     seq.stats.reasons['not_finite'] += 1
-    visit.keep()
+    visit.keep(run.cache, run.cached)
     assert not b.store.shelf.records and not b.idle
 
 
