@@ -102,6 +102,9 @@ class Unit:
 
     def __len__(self) -> int: return len(self.seats)
     @property
+    def ends(self) -> list[int]: # tokens in the cache of each
+        return self.cache.places.ends if self.cache else [s.run.cached for s in self.seats]
+    @property
     def drained(self) -> bool: # nothing is queued
         return self.flight is None and all(s.run.flight is None for s in self.seats)
 
@@ -112,7 +115,13 @@ class Unit:
         if len(self.seats) < 2: return
         new = Ragged.merge([s.run.cache for s in alone], [s.run.cached for s in alone])
         self.cache = new if self.cache is None else self.cache.join(new)
-        for s in alone: s.part()
+        for s in alone: s.part(self)
+
+    def state_of(self, seat: Seat) -> tuple[list, int]: # rows in it
+        "A request's part of the cache."
+        i, cache = self.seats.index(seat), self.cache
+        assert cache is not None
+        return cache.extract(i), cache.places.ends[i]
 
     def prune(self) -> None:
         "Those who have ended move out; so does the last one who is left."
@@ -123,7 +132,7 @@ class Unit:
         if len(left) > 1:
             self.cache, self.flight = self.cache.take(left), self.flight and self.flight.take(left)
             return
-        for i, s in zip(left, self.seats, strict=True): s.run.cache, s.run.flight = self.cache.extract(i), self.flight and self.flight.of(i)
+        for i, s in zip(left, self.seats, strict=True): s.batch, s.run.cache, s.run.flight = None, self.cache.extract(i), self.flight and self.flight.of(i)
         self.cache = self.flight = None
 
 # %% ../nbs/31_batch.ipynb #9c0fb2d1
@@ -133,7 +142,7 @@ def launch_together(unit: Unit, tokens: mx.array, # [B], may be lazy
     runs, cache = [s.run for s in unit.seats], unit.cache
     assert cache is not None
     positions = [n + 1 for n in cache.places.ends]
-    f = run_ragged(unit.target, cache, tokens[:, None], unit.company.way(len(runs), 1), any(r.hidden for r in runs))
+    f = run_ragged(unit.target, cache, tokens[:, None], unit.company.way(1, cache.places.ends), any(r.hidden for r in runs))
     cache.advance([1] * len(runs))
     rows = say_all([Asked(r.law, f.logits[i], p, r.past, mask=r.law.masks(r.seq.output) if r.law.mask else None) for i, (r, p) in enumerate(zip(runs, positions, strict=True))])
     details = [detail_of(w, w.choice, r.seq.params) for w, r in zip(rows, runs, strict=True)]
@@ -233,7 +242,7 @@ def verify_together(unit: Unit, proposals: list[Proposal], rows: int, # L, of ea
     assert cache is not None
     drafts, ids = zip(*(block_of(s, p, rows, unit.target.vocab_size) for s, p in zip(seats, proposals, strict=True)), strict=True)
     block = mx.stack(list(ids))
-    with Together(unit.target, cache, unit.company.way(len(seats), rows)) as txn:
+    with Together(unit.target, cache, unit.company.way(rows, cache.places.ends)) as txn:
         f = txn.forward(block, any(s.run.hidden for s in seats))
         verdicts = judge_all(unit, proposals, list(drafts), block, f)
         mx.eval([v.arrays for v in verdicts])
@@ -286,7 +295,7 @@ def choose(unit: Unit, widths: tuple[int, ...]) -> Choice: # widths that may run
     arm, ws = next(iter(reach.items()))
     force = Step(GateStep.MeasureVerify, ws[-1], arm, 'force')
     if pilot.gate is None: return Choice(replace(force, k=widths[-1]), offers, whys)
-    want = pilot.gate.next_step(n, reach, max(unit.cache.places.ends) if unit.cache else 0)
+    want = pilot.gate.next_step(n, reach, max(unit.ends))
     if want.kind is GateStep.MeasureDecode:
         if any(s.course and s.course.rules.pinned(s.course.place) for s in unit.seats): return Choice(replace(force, reason='entry_pin'), offers, whys)
         return Choice(want, offers, ['look' if want.look else 'parked' if o else w for o, w in zip(offers, whys, strict=True)], True)
@@ -305,12 +314,12 @@ def draft(unit: Unit, i: int, offers: dict[str, int], k: int) -> Proposal: # k: 
 # %% ../nbs/31_batch.ipynb #81002507
 def tell(unit: Unit, rows: int) -> None:
     "Lower the promise to everybody who took part in a forward that is not exact."
-    if not (warning := unit.company.warning(len(unit), rows)): return
+    if not (warning := unit.company.warning(rows, unit.ends)): return
     for s in unit.seats: s.seq.stats.level, s.seq.stats.warning = 'none', s.seq.stats.warning or warning
 
 def draft_all(unit: Unit, c: Choice) -> tuple[list[Proposal], int]: # proposals, rows of the block
     "Everybody's proposal, cut to a width that may run."
-    widths = unit.company.widths(len(unit), unit.k)
+    widths = unit.company.widths(unit.ends, unit.k)
     proposals = [draft(unit, i, o, c.step.k) for i, o in enumerate(c.offers)]
     need = max(map(len, proposals)) + 1
     if need == 1: return proposals, 1
@@ -341,7 +350,7 @@ def unit_step(unit: Unit, ahead: bool = True, # False: somebody waits until the 
         unit.learning = unit.learning or unit.company.learn(len(unit), unit.k)
         if next(unit.learning, 'done'): unit.learning = None # it was for as many as there were when it began
         return 'probe'
-    try: r = run_choice(unit, choose(unit, unit.company.widths(len(unit), unit.k)), ahead)
+    try: r = run_choice(unit, choose(unit, unit.company.widths(unit.ends, unit.k)), ahead)
     except Exception as e: # what is not one request's own fault ends all that took part
         for s in unit.seats: s.attempt(_again, e)
         r = StepResult('plain', 0.0, 0)

@@ -8,6 +8,7 @@ Docs: https://mlxspec.github.io/mlxspec/company.html.md"""
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -17,16 +18,18 @@ import mlx.core as mx
 
 from .cache import is_recurrent
 from .core import Forward, MlxspecError
-from .exactness import LONG, SHORT, Difference, Memo, Stage, difference, law_differs, set_stage, writes_differ
+from .exactness import LONG, SHORT, Difference, Memo, Stage, difference, heard, law_differs, set_stage, writes_differ
 from .intercept import intercept
-from .ragged import Ragged, RaggedKV, runs_side_by_side
+from .ragged import STEP, Ragged, RaggedKV, runs_side_by_side, strip
 from .recurrent import Record, Tape, fits, recording, replay
 from .strategies import ATTENTION, OneWay
+from .sweep import DENSE, PORTION, Call, counts
 from .target import Target, close_enough, entries_of
 
 # %% auto #0
-__all__ = ['TOGETHER', 'APART', 'WAYS', 'log', 'LADDER', 'own_mask', 'one_by_one', 'attention_apart', 'run_ragged', 'record_of',
-           'Together', 'runs_ragged', 'Abilities', 'abilities', 'Meeting', 'contexts_for', 'meet', 'ladder', 'Company']
+__all__ = ['TOGETHER', 'APART', 'WAYS', 'log', 'EVERY', 'LADDER', 'own_mask', 'one_by_one', 'attention_apart', 'run_ragged',
+           'record_of', 'Together', 'runs_ragged', 'Abilities', 'abilities', 'attends', 'Meeting', 'contexts_for',
+           'meet', 'beside', 'neighbours', 'meets_alone', 'sweep_together', 'ladder', 'Company']
 
 # %% ../nbs/09_company.ipynb #e4bb9c38
 TOGETHER, APART = WAYS = ('together', 'apart')
@@ -162,10 +165,16 @@ class Abilities:
 def abilities(target: Target) -> Abilities:
     "Try what a target can do."
     alone = next((type(e).__name__ for e in target.make_cache() if not runs_side_by_side(e)), None)
-    return Abilities(target.rollback, alone, () if alone else tuple(w for w in WAYS if runs_ragged(target, w)))
+    can = WAYS if target.attention or not attends(target) else (TOGETHER,) # attention that nobody can listen to is never apart
+    return Abilities(target.rollback, alone, () if alone else tuple(w for w in can if runs_ragged(target, w)))
+
+def attends(target: Target) -> bool:
+    "Whether some layers have keys and values."
+    return not all(map(is_recurrent, entries_of(target.make_cache())))
 
 # %% ../nbs/09_company.ipynb #05b1bdfe
 log = logging.getLogger('mlxspec')
+EVERY = 1 << 30 # tokens: at any length
 
 @dataclass(frozen=True)
 class Meeting:
@@ -174,6 +183,7 @@ class Meeting:
     rows: int  # of each
     way: str
     first: Difference | None # None: every byte was equal
+    reach: int # tokens of the longest sequence up to which that was seen
 
 def contexts_for(target: Target, k: int) -> list[int]: # tokens; sequences of a meeting take turns
     "Lengths that meet: short, long, near the edge of each window, in between."
@@ -200,7 +210,47 @@ def meet(stages: list[Stage], # one per sequence
         yield
     return None
 
-# %% ../nbs/09_company.ipynb #7bcd08de
+# %% ../nbs/09_company.ipynb #db7bb616
+def beside(call: Call, rows: int, longest: int, keys: list[int], # per sequence, 1..longest
+          ) -> mx.array: # [B, H, rows, D']
+    "What one attention over all says, each sequence with `rows` rows behind its other keys."
+    size, B = -(-longest // STEP) * STEP, len(keys)
+    strips = [mx.repeat(strip(a, size, a), B, axis=0)[:, :, :longest] for a in (call.keys, call.values)]
+    seen = mx.arange(longest) <= mx.array(keys)[:, None, None, None] - rows + mx.arange(rows)[:, None]
+    queries = mx.repeat(mx.repeat(call.query, rows, axis=2), B, axis=0)
+    return call.attention(queries, *strips, cache=call.cache, mask=seen, **call.rest)
+
+def neighbours(width: int, rows: int, longest: int) -> list[list[int]]: # keys of each sequence, per batch
+    "Batches of sequences of many lengths, the first the longest."
+    rng, batches = random.Random(f'{width}.{rows}.{longest}'), max(1, 8 // width) if longest <= DENSE else 1
+    return [[longest, *(rng.randint(rows, longest) for _ in range(width - 1))] for _ in range(batches)]
+
+_swept: dict[tuple, dict[int, bool]] = {} # device, look, width and rows -> longest -> whether somebody's row differs
+
+def meets_alone(call: Call, width: int, rows: int) -> Generator[None, None, Difference | None]:
+    "Sweep one layer's attention: the first difference from single steps."
+    known = _swept.setdefault((str(mx.default_device()), call.look, width, rows), {})
+    lengths = counts(rows, call.keys.shape[2])
+    def pairs(n: int) -> list[tuple[mx.array, mx.array]]:
+        return [(beside(call, rows, n, keys), mx.concatenate([call.apart(rows, m) for m in keys])) for keys in neighbours(width, rows, n)]
+    while (todo := [n for n in lengths if n not in known][:PORTION]) and not any(known.values()):
+        said = [[(mx.view(a, mx.uint8) != mx.view(b, mx.uint8)).any() for a, b in pairs(n)] for n in todo]
+        mx.eval(said)
+        known |= {n: any(x.item() for x in some) for n, some in zip(todo, said, strict=True)}
+        yield
+    bad = next((n for n in lengths if known.get(n)), None)
+    return None if bad is None else next(d for a, b in pairs(bad) if (d := difference((a, b))))
+
+def sweep_together(stage: Stage, width: int, rows: int) -> Generator[None, None, tuple[int, Difference | None]]:
+    "Tokens up to which attention over all is known to be that of each alone; the first difference."
+    if not attends(stage.target): return EVERY, None
+    calls = heard(stage)
+    if any(c.window or isinstance(c.mask, mx.array) or not isinstance(c.keys, mx.array) for c in calls): return 0, None
+    for c in calls:
+        if d := (yield from meets_alone(c, width, rows)): return 0, d
+    return min((c.keys.shape[2] for c in calls), default=0), None
+
+# %% ../nbs/09_company.ipynb #aae2bbf3
 LADDER = 2, 3, 4, 6, 8, 12, 16
 
 def ladder(k: int) -> tuple[int, ...]: # ascending; empty for k = 1
@@ -208,15 +258,15 @@ def ladder(k: int) -> tuple[int, ...]: # ascending; empty for k = 1
     return tuple(r for r in LADDER if r < k) + ((k,) if k > 1 else ())
 
 class Company:
-    "How batches of a target are run on this machine, and what a request in one may be promised."
+    "How batches of a target are run on this machine, and what a request in one may be promised. `ends`: tokens in the cache of each sequence."
     def __init__(self, target: Target, k: int, # widest block per sequence
-                 prefer: tuple[str, ...] = (APART, TOGETHER), # cheapest way first
+                 ways: tuple[str, ...] = WAYS, # that may be used
                  memo: Memo | None = None, # None: try again in every process
                  unprobed: bool = False, # nothing is tried, so nothing is promised
                  allow_inexact: bool = False): # rows of drafts run although they are not exact
         self.target, self.k, self.memo, self.unprobed, self.allow_inexact = target, k, memo, unprobed, allow_inexact
         self.abilities = abilities(target)
-        self.ways = [w for w in prefer if w in self.abilities.ways]
+        self.ways = [w for w in ways if w in self.abilities.ways]
         self.trials: dict[tuple[int, int], list[Meeting]] = {}
         self._stages: dict[int, Stage] = {}
         for m in _recalled(memo.load() if memo else None): self.trials.setdefault((m.width, m.rows), []).append(m)
@@ -238,32 +288,44 @@ class Company:
                 if c not in self._stages: self._stages[c] = yield from set_stage(self.target, c, self.k, OneWay())
             stages = [self._stages[contexts[b % len(contexts)]] for b in range(width)]
             for w in self.ways:
-                found.append(Meeting(width, rows, w, (yield from meet(stages, rows, w))))
-                if found[-1].first is None: break
+                first, reach = (yield from meet(stages, rows, w)), EVERY
+                if w == TOGETHER and not first: reach, first = yield from sweep_together(max(stages, key=lambda s: s.context), width, rows)
+                found.append(Meeting(width, rows, w, first, reach))
         except (RuntimeError, ValueError, TypeError, MemoryError) as e:
             log.warning('The probe of %s sequences of %s rows failed.', width, rows, exc_info=e)
         self.trials[width, rows] = found
         if self.memo: self.memo.save(dict(meetings=[asdict(m) for ms in self.trials.values() for m in ms]))
 
-    def exact(self, width: int, rows: int) -> str | None: # the way in which it is
-        "Whether a shape is exact, as far as anybody knows."
-        return next((m.way for m in self.trials.get((width, rows), ()) if m.first is None), None)
+    def exact(self, rows: int, ends: list[int]) -> list[str]: # the ways in which it is
+        "Whether a forward is exact, as far as anybody knows."
+        most = max(ends) + rows + 1 # and one that may have been queued meanwhile
+        return [m.way for m in self.trials.get((len(ends), rows), ()) if m.first is None and most <= m.reach and (m.way == TOGETHER or self._blocks(rows, ends))]
 
-    def way(self, width: int, rows: int) -> str: return self.exact(width, rows) or self.ways[0]
-    def widths(self, width: int, k: int) -> tuple[int, ...]: # ascending
-        "Rows of drafts per sequence, pending token included, that may run with so many neighbours."
-        free = self.allow_inexact or (width, 1) in self.trials and not self.exact(width, 1)
-        return tuple(r for r in ladder(k) if free or self.exact(width, r))
+    def _blocks(self, rows: int, ends: list[int]) -> bool:
+        "Whether each sequence alone may verify so many rows, in one attention over them."
+        ways = self.target.ways
+        return rows == 1 or all(ways.max_width(n, rows) >= rows and ways.strategy(rows, n) == 'block' for n in set(ends))
 
-    def warning(self, width: int, rows: int) -> str | None: # None: the text is what it would be alone
-        "What a request has to be told that took part in a batch of this shape."
-        if self.exact(width, rows): return None
-        d = next((m.first for m in self.trials.get((width, rows), ()) if m.first), None)
+    def way(self, rows: int, ends: list[int]) -> str:
+        "How to run a forward: exactly if that can be, and together unless half or more of what attention would read is padding."
+        good = self.exact(rows, ends) or self.ways
+        best = TOGETHER if 2 * sum(ends) >= max(ends) * len(ends) else APART
+        return best if best in good else good[0]
+
+    def widths(self, ends: list[int], k: int) -> tuple[int, ...]: # ascending
+        "Rows of drafts per sequence, pending token included, that may run."
+        free = self.allow_inexact or (len(ends), 1) in self.trials and not self.exact(1, ends)
+        return tuple(r for r in ladder(k) if free or self.exact(r, ends))
+
+    def warning(self, rows: int, ends: list[int]) -> str | None: # None: the text is what it would be alone
+        "What a request has to be told that took part in such a forward."
+        if self.exact(rows, ends): return None
+        d = next((m.first for m in self.trials.get((len(ends), rows), ()) if m.first), None)
         why = f'differ from single steps in {d.differing} of {d.total} logit bytes' if d else 'were not compared with single steps'
-        return f'{width} requests side by side {why}, so the text may depend on what else is served; serial and cooperative mode do not change it.'
+        return f'{len(ends)} requests side by side {why}, so the text may depend on what else is served; serial and cooperative mode do not change it.'
 
     def summary(self) -> dict[str, str]: # JSON values
-        return {f'{w}x{r}': self.exact(w, r) or 'none' for w, r in sorted(self.trials)}
+        return {f'{w}x{r}': '+'.join(m.way for m in ms if m.first is None and m.reach) or 'none' for (w, r), ms in sorted(self.trials.items())}
 
 def _recalled(body: dict | None) -> list[Meeting]:
     try: return [Meeting(**m | dict(first=m['first'] and Difference(**m['first']))) for m in (body or {}).get('meetings', ())]

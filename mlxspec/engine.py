@@ -33,7 +33,7 @@ device.require_mlx() # before anything that imports it: one sentence, not a link
 
 # %% ../nbs/33_engine.ipynb #2ae66df2
 from .answer import Plan, Request, Result
-from .company import APART, TOGETHER, Company
+from .company import WAYS, Company
 from .drafters.prediction import admit_prediction
 from .lanes import BATCHES, Floor, check_mode, make_mode
 from .pairing import AUTO_K, DEMO, exact_only, gather, identity, make_exactness, make_pilot, memo_file, within_memory
@@ -109,8 +109,7 @@ def make_company(target: Target, plan: Plan, machine: device.Device, settings: S
     "How batches run. ConfigError when the mode cannot."
     mode = settings.scheduler_mode
     if mode not in BATCHES: return None
-    prefer = (TOGETHER, APART) if machine.gpu_device else (APART, TOGETHER)
-    company = Company(target, plan.k, prefer, memo_file(target, machine, plan.k, settings, 'company'), settings.exactness == 'off', settings.mtp_allow_inexact)
+    company = Company(target, plan.k, WAYS, memo_file(target, machine, plan.k, settings, 'company'), settings.exactness == 'off', settings.mtp_allow_inexact)
     check_mode(mode, target.name, plan.drafters, company.abilities, target.ways.rows > 1)
     return company
 

@@ -76,7 +76,7 @@ def branch_round(seat: Seat, company: Company, proposals: list[Proposal], # two 
     mx.eval([e.state for e in batch.entries])
     t1 = time.perf_counter()
     drafts, block = zip(*(block_of(seat, p, rows, target.vocab_size) for p in proposals), strict=True)
-    with Together(target, batch, company.way(m, rows)) as txn:
+    with Together(target, batch, company.way(rows, batch.places.ends)) as txn:
         f = txn.forward(mx.stack(list(block)), run.hidden)
         said = say_all([Asked(run.law, f.logits[i, :d.shape[0] + 1], position, run.past, block[i][1:d.shape[0] + 1],
                               run.law.masks(seq.output, _host(d)) if run.law.mask else None) for i, d in enumerate(drafts)])
@@ -111,19 +111,19 @@ ARM = 'hyper' # what gate and stats call it
 def branch_step(seat: Seat, company: Company) -> tuple[str, int]: # lane: 'hyper', 'mtp' or 'plain'; verify rows, 0 for a plain step
     "Advance a request by one step, of branches if that is what the gate wants."
     run, seq, k = seat.run, seat.seq, min(seat.plan.k, seat.seq.remaining)
-    reach = () if seat.course is None or run.law.rejects or k < 2 else company.widths(2, k)
+    reach = () if seat.course is None or run.law.rejects or k < 2 else company.widths([run.cached] * 2, k)
     want, why = choose_step(seat, {ARM: reach[-1]} if reach else {})
     if want.arm != ARM or run.flight:
         lane, rows = follow(seat, want, why)
         return lane, rows if lane == 'mtp' else 0
     t0, reason = time.perf_counter(), None
     proposals = candidates(run, arms(run, want.k), want.k)
-    draft_s, widths = time.perf_counter() - t0, company.widths(len(proposals), k)
+    draft_s, widths = time.perf_counter() - t0, company.widths([run.cached] * len(proposals), k)
     m = len(proposals) if widths else min(1, len(proposals))
     if m > 1:
         need = max(map(len, proposals)) + 1
         rows = next((w for w in widths if w >= need), widths[-1])
-        if w := company.warning(m, rows): seq.stats.level, seq.stats.warning = 'none', seq.stats.warning or w
+        if w := company.warning(rows, [run.cached] * m): seq.stats.level, seq.stats.warning = 'none', seq.stats.warning or w
         result, chunk, drafted = branch_round(seat, company, proposals, rows)
     elif m: (result, chunk), drafted = verify_step(seat.target, run, fit(seat.target, run, proposals[0])), len(proposals[0])
     else: (result, chunk), drafted, reason = plain_step(seat.target, run), 0, 'no_match'

@@ -98,7 +98,7 @@ class Cooperative(Serial):
             self.debt[self.seats[0]] -= self.usual
             self.seats.rotate(-1)
 
-# %% ../nbs/31_lanes.ipynb #de2ab5aa
+# %% ../nbs/31_lanes.ipynb #f189a661
 class Batched:
     "All requests decode in one forward."
     lanes = 'plain_batch', 'mtp_batch'
@@ -109,7 +109,7 @@ class Batched:
         self.units: deque[Unit] = deque()
         self.opening: dict[Seat, Iterator[str]] = {}  # in order
         self.ready: dict[Seat, float] = {}            # clock when its prompt was read
-        self._turns = 0
+        self._turns = self._go = 0                    # prompt tokens read since the last decode step
         self._owed, self._clock = 0.0, time.perf_counter # seconds that reading has taken from those who decode
 
     def admit(self, seat: Seat) -> None: self.opening[seat] = seat.opening()
@@ -120,22 +120,32 @@ class Batched:
         self.units = deque(u for u in self.units if len(u))
 
     def step(self) -> str:
-        reading, t0 = self.opening and not (self._owed > 0 and (self.units or self.parties())), self._clock()
+        reading, t0 = self._may_read(), self._clock()
         lane = self._open() if reading else self._join() or self._decode()
         took = self._clock() - t0
-        self._owed = took if reading else max(0.0, self._owed - took)
+        self._owed, self._go = (self._owed + took, self._go) if reading else (max(0.0, self._owed - took), 0)
         return lane
 
+    def _may_read(self) -> bool:
+        "Whether nobody decodes, or those who do are owed nothing, or the next prompt fits in what is left of a chunk."
+        if not self.opening or not self._owed > 0 or not (self.units or self.parties()): return bool(self.opening)
+        seat = self._next()
+        return 0 < self._go <= self.plan.chunk - (seat.seq.prompt_len - (seat.run.read if seat.run else 0))
+
+    def _next(self) -> Seat:
+        "Who has read least, so that a short prompt does not wait for a long one; every fourth turn is the oldest request's."
+        return next(iter(self.opening)) if self._turns % 4 == 3 else min(self.opening, key=lambda s: s.run.read if s.run else 0)
+
     def _open(self) -> str:
-        "One step of whoever has read least, so that a short prompt does not wait for a long one; every fourth is the oldest request's."
+        "One step of a request that reads."
+        seat, first = self._next(), next(iter(self.opening))
         self._turns += 1
-        first = next(iter(self.opening))
-        seat = first if self._turns % 4 == 0 else min(self.opening, key=lambda s: s.run.read if s.run else 0)
-        steps = self.opening.pop(seat)
+        steps, before = self.opening.pop(seat), seat.run.read if seat.run else 0
         lane = seat.attempt(next, steps, None)
         more = lane and not (seat.read and seat.attempt(next, steps, None) is None)
         if more: self.opening = {seat: steps} | self.opening if seat is first else self.opening | {seat: steps}
         elif not seat.ended: self.ready[seat] = time.monotonic()
+        self._go += seat.run.read - before + 1 if lane == 'prefill' else self.plan.chunk
         return lane or 'prefill'
 
     def _join(self) -> str | None: # the lane, when a unit had to be drained for it
@@ -149,7 +159,9 @@ class Batched:
         return None
 
     fixed = False
-    def parties(self) -> list[list[Seat]]: return [[s] for s in self.ready] # who moves in together
+    def parties(self) -> list[list[Seat]]: # who moves in together
+        ready, free = list(self.ready), next((self.widest - len(u) for u in self.units if len(u) < self.widest), 0)
+        return [p for p in (ready[:free], *(ready[i:i + self.widest] for i in range(free, len(ready), self.widest))) if p]
     def welcome(self, unit: Unit, seats: list[Seat]) -> bool: return len(unit) + len(seats) <= self.widest
 
     def _decode(self) -> str:

@@ -19,7 +19,7 @@ from test_numbers import poison
 
 from mlxspec.admission import Admission
 from mlxspec.answer import Plan, Request
-from mlxspec.company import APART, TOGETHER, Company, Meeting
+from mlxspec.company import APART, EVERY, TOGETHER, Company, Meeting
 from mlxspec.config import MODES, SHARED
 from mlxspec.core import Cancelled, ConfigError, EngineError, NumericalError, Params, RequestError
 from mlxspec.drafters import scripted as sc
@@ -298,7 +298,7 @@ def test_a_batch_that_is_not_exact_is_told_to_those_who_were_in_it():
     target = h.target('llama')
     f = Floors('ar_batch', target)
     wrong = Company(target, K, (APART,))
-    for w in (2, 3): wrong.trials |= {(w, r): [Meeting(w, r, APART, Difference(0, 5, 528))] for r in (1, 2, 3, 4)}
+    for w in (2, 3): wrong.trials |= {(w, r): [Meeting(w, r, APART, Difference(0, 5, 528), EVERY)] for r in (1, 2, 3, 4)}
     f.floor.mode.company = wrong
     rs = [f.request([65], Params(max_tokens=n, ignore_eos=True)) for n in (4, 9)]
     late = f.request([65], Params(max_tokens=4, ignore_eos=True))
