@@ -10,21 +10,23 @@ from __future__ import annotations
 import argparse
 import errno
 import io
+import logging
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from .config import ALL, TABLE, Row, Settings, either, load_settings, near_miss, read_file, settings_table, user_file
+from .config import ALL, FALSE, TABLE, TRUE, Row, Settings, either, load_settings, near_miss, read_file, settings_table, user_file
 from .core import ConfigError, MlxspecError
 
 # %% auto #0
-__all__ = ['Command', 'COMMANDS', 'URL', 'UNWRITABLE', 'Parser', 'takes', 'add_options', 'command', 'parser_of', 'halves',
-           'overview', 'version', 'unknown', 'unknown_command', 'parse', 'load', 'console', 'prompt_text',
-           'response_body', 'with_drafts', 'print_stream', 'generate', 'demo', 'serve', 'with_lines', 'config_show',
-           'config_set', 'doctor', 'probe', 'server_key', 'policy_show', 'policy_export', 'policy_clear', 'split_mtp',
-           'run_command', 'open_streams', 'complain', 'main']
+__all__ = ['Command', 'COMMANDS', 'BY_PLACE', 'URL', 'UNWRITABLE', 'Parser', 'takes', 'add_options', 'command', 'parser_of',
+           'halves', 'overview', 'version', 'unknown', 'unknown_command', 'apart', 'parse', 'Teller', 'tell', 'load',
+           'console', 'prompt_text', 'response_body', 'with_drafts', 'print_stream', 'generate', 'demo', 'serve',
+           'with_lines', 'config_show', 'config_set', 'doctor', 'probe', 'server_key', 'policy_show', 'policy_export',
+           'policy_clear', 'split_mtp', 'run_command', 'open_streams', 'complain', 'leave', 'main', 'outcome']
 
 # %% ../nbs/60_cli.ipynb #130b5faa
 class Parser(argparse.ArgumentParser):
@@ -61,12 +63,14 @@ def command(name: str,   # as it is typed
         return f
     return add
 
+BY_PLACE = ('text',) # own arguments that are no flags
+
 def parser_of(name: str) -> Parser:
     "The parser of one command: its own arguments, then the options of the table."
     _, help, args = COMMANDS[name]
-    p = Parser(prog=f'mlxspec {name}', description=f'{help}.', allow_abbrev=False, usage=f'mlxspec {name} [options]')
+    p = Parser(prog=f'mlxspec {name}', description=f'{help}.', allow_abbrev=False, usage=f'mlxspec {name}{" TEXT" * ("text" in args)} [options]')
     for flag, keywords in args.items():
-        names = ('-p', '--prompt') if flag == 'prompt' else ('--' + flag.replace('_', '-'),)
+        names = ('-p', '--prompt') if flag == 'prompt' else (flag,) if flag in BY_PLACE else ('--' + flag.replace('_', '-'),)
         p.add_argument(*names, **keywords)
     add_options(p, name)
     return p
@@ -96,13 +100,13 @@ def version(args: argparse.Namespace, settings: Settings) -> int:
         except metadata.PackageNotFoundError: print(name, 'not installed')
     return 0
 
-# %% ../nbs/60_cli.ipynb #54dbae3c
+# %% ../nbs/60_cli.ipynb #6d5a72a2
 def unknown(word: str, # first argument that was not understood
             name: str, # command
            ) -> ConfigError:
     "The sentence about an argument that a command does not know."
     flag = word.split('=')[0]
-    if not flag.startswith('-'): return ConfigError(f'Unexpected argument {word!r} of mlxspec {name}.')
+    if not flag.startswith('-'): return ConfigError(f'Unexpected argument {word!r} of mlxspec {name}.' + ' A prompt of several words needs quotes.' * ('text' in COMMANDS[name][2]))
     row = next((r for r in TABLE.values() if r.flag == flag), None)
     if row and row.commands: return ConfigError(f'{flag} is an option of mlxspec {", ".join(row.commands)}, not of {name}.')
     if row: return ConfigError(f'{flag} is no flag; set {row.env} instead.')
@@ -117,25 +121,45 @@ def unknown_command(name: str) -> ConfigError:
     known = list(dict.fromkeys(c.split()[0] for c in COMMANDS))
     return ConfigError(f'Unknown command {name!r}.' + (near_miss(name, known) or f' There are {", ".join(known)}.'))
 
+def apart(words: list[str]) -> list[str]:
+    "Flags that need no value do not take the prompt behind them for one."
+    bare = {r.flag for r in TABLE.values() if r.kind == 'bool'}
+    return [f'{w}=true' if w in bare and after not in TRUE + FALSE else w for w, after in zip(words, [*words[1:], ''], strict=False)]
+
 def parse(argv: list[str]) -> tuple[Command, argparse.Namespace, dict[str, str]]: # function, own arguments, given options
     "Understand a command line. Raises `ConfigError`."
     name, *rest = argv
     if rest and f'{name} {rest[0]}' in COMMANDS: name, *rest = f'{name} {rest[0]}', *rest[1:]
     if name not in COMMANDS: raise unknown_command(name)
+    if 'text' in COMMANDS[name][2]: rest = apart(rest)
     args, extra = parser_of(name).parse_known_args(rest)
     if extra: raise unknown(extra[0], name)
     given = {n: vars(args).pop(n) for n in TABLE if n in args}
     return COMMANDS[name][0], args, given
 
 # %% ../nbs/60_cli.ipynb #f41b85c6
+class Teller(logging.Handler):
+    "Shows notices on standard error."
+    def emit(self, record: logging.LogRecord) -> None: print('mlxspec:', record.getMessage(), file=sys.stderr, flush=True)
+
+def tell() -> None:
+    "From now on, show what `mlxspec.core.notice` is told."
+    log = logging.getLogger('mlxspec.notice')
+    log.handlers, log.propagate = [Teller()], False
+    log.setLevel('INFO')
+
 def load(settings: Settings) -> Any: # an Engine with its weights loaded
-    "The engine that the settings describe."
+    "The engine that the settings describe. KeyboardInterrupt, after a line that says what was interrupted."
     from mlxspec.device import require_mlx
     try: os.getcwd() # transformers asks when it is imported
     except OSError as e: raise ConfigError(f'The current directory is gone: {e.strerror}.') from None
     require_mlx()
     from mlxspec.engine import Engine
-    return Engine.load(settings=settings)
+    tell()
+    try: return Engine.load(settings=settings)
+    except KeyboardInterrupt:
+        complain('interrupted while loading.', 130)
+        raise
 
 def console() -> Any: # a rich console on standard output
     "A console that leaves text as it is."
@@ -178,7 +202,8 @@ def print_stream(engine: Any, prompt: Any, **params) -> None:
         print(chunk.text, end='', flush=True)
     if not text.endswith('\n'): print()
 
-@command('generate', 'Answer one prompt', prompt=dict(required=True, metavar='TEXT', help='what to ask; - reads standard input'),
+@command('generate', 'Answer one prompt', text=dict(nargs='?', metavar='TEXT', help='what to ask; - reads standard input'),
+         prompt=dict(metavar='TEXT', help='the same as a flag'),
          show=dict(action='store_true', help='mark accepted drafts and say what speculation did'),
          json=dict(action='store_true', help='print the body that the server would answer'),
          seed=dict(type=int, metavar='N', help='seed of the draws; drawn when not given'),
@@ -189,7 +214,8 @@ def generate(args: argparse.Namespace, settings: Settings) -> int:
 
     from mlxspec.demo import as_chat, marked
     if args.json and args.show: raise ConfigError('--json and --show exclude each other.')
-    text, settings = prompt_text(args.prompt), with_drafts(settings, args.num_draft_tokens)
+    if (args.text is None) == (args.prompt is None): raise ConfigError('Say what to ask once: mlxspec generate TEXT, or mlxspec generate -p TEXT.')
+    text, settings = prompt_text(args.prompt or args.text or ''), with_drafts(settings, args.num_draft_tokens)
     with load(settings) as engine:
         prompt = as_chat(engine, text)
         if args.json: print(json.dumps(response_body(engine, text, args.seed), indent=2, allow_nan=False))
@@ -227,6 +253,7 @@ def serve(args: argparse.Namespace, settings: Settings) -> int:
     else:
         from mlxspec.device import require_mlx
         require_mlx()
+        tell()
         from mlxspec.serving import serve as run_server
         run_server(settings)
     return 0
@@ -284,6 +311,7 @@ def probe(args: argparse.Namespace, settings: Settings) -> int:
 
     from mlxspec.device import require_mlx
     require_mlx()
+    tell()
     from mlxspec import probe as p
     report = p.run_probe(settings)
     print(json.dumps(p.as_json(report), indent=2, allow_nan=False) if args.json else p.as_text(report))
@@ -367,12 +395,23 @@ def complain(sentence: str, code: int) -> int: # the same code
     print('mlxspec:', ' '.join(sentence.split()), file=sys.stderr)
     return code
 
+def leave(code: int) -> int: # the same code, if this returns
+    "The end of the process; at once where an engine is in the middle of something (loading, probing) that Python could only kill badly."
+    if any(t.name == 'mlxspec-owner' for t in threading.enumerate()):
+        for stream in (sys.stdout, sys.stderr): stream.flush()
+        os._exit(code)
+    return code
+
 def main(argv: list[str] | None = None, # without the program's name; None: the process's own
         ) -> int: # exit code
     "The command line."
+    return leave(outcome(sys.argv[1:])) if argv is None else outcome(argv)
+
+def outcome(argv: list[str]) -> int: # exit code
+    "What comes of a command line, whatever happens."
     try:
         open_streams()
-        code = run_command(sys.argv[1:] if argv is None else argv)
+        code = run_command(argv)
         sys.stdout.flush()
         return code
     except MlxspecError as e: return complain(str(e), e.exit_code)
