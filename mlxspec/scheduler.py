@@ -27,12 +27,13 @@ from .config import Settings
 from .core import EngineError
 
 # %% auto #0
-__all__ = ['BEAT_S', 'GENERATIONS', 'Desk', 'pick', 'enter', 'turn', 'Watchdog', 'stack_of', 'histogram', 'snapshot',
+__all__ = ['BEAT_S', 'LANES', 'GENERATIONS', 'Desk', 'pick', 'enter', 'turn', 'Watchdog', 'stack_of', 'histogram', 'snapshot',
            'OwnerStopped', 'stopped', 'open_work', 'close', 'abandon', 'submit', 'into', 'ModelWorkScheduler',
            'scheduler_for']
 
 # %% ../nbs/30_scheduler.ipynb #b0270ab7
 BEAT_S = 0.5 # an idle owner looks up this often, seconds
+LANES = 'idle', 'prefill', 'plain', 'mtp', 'plain_batch', 'mtp_batch', 'cohort', 'hyper' # what a step may say that it was
 _log = logging.getLogger('mlxspec')
 
 @dataclass(eq=False)
@@ -50,7 +51,7 @@ class Desk:
     closing: bool = False             # no more work is taken
     flush_until: float | None = None  # clock; None: there is foreground work, or no end in sight
     dead: bool = False                # the owner is gone
-    lane: str = 'idle'                # of the last step that named one
+    lane: str = 'idle'                # of the last step that had one
     completed: Counter[str] = field(default_factory=Counter) # by band
     ended: Counter[str] = field(default_factory=Counter)     # completed, failed, cancelled
     waits: Waits = field(default_factory=Waits)              # of requests, until their first step
@@ -68,7 +69,7 @@ def enter(desk: Desk, work: Work, kind: str, value: Any, took: float) -> None:
     "Enter the outcome of a step into the books; under the lock."
     note(desk.bands, work, kind, value, desk.clock(), took)
     if work.band == 'keepalive': return
-    if kind == 'more': desk.lane = value or desk.lane
+    if kind == 'more': desk.lane = value if value in LANES else desk.lane
     else: desk.ended[kind] += 1
     if kind == 'completed': desk.completed[work.band] += 1
 
