@@ -151,6 +151,41 @@ def test_a_drafter_that_was_not_there_is_not_left_without_its_state():
     assert b.ask(prompt, [head], k=3).stats.cached_tokens == b.ask(prompt).stats.cached_tokens == 29
 
 
+def test_under_endless_load_what_waits_is_bounded_and_counted():
+    "Nobody is idle for a hundred requests: one item of idle work waits, and records count for the memory that they keep alive."
+    t, b = target('llama'), Bench(target('llama'), True, budget=1 << 18)
+    for i in range(100):
+        b.ask([0, *range(i + 30, i + 50)], max_tokens=2)
+        records = b.store.shelf.records.values()
+        real = sum(-(-len(r.tokens) // 256) * 256 * r.payload.nbytes // len(r.tokens) for r in records)
+        assert len(b.idle) == 1 and b.store.shelf.nbytes <= 1 << 18 and real <= 1 << 18
+    assert b.store.shelf.counts['evicted'] > 90 and t
+    b.rest()
+    assert all(r.settled and r.nbytes == r.payload.nbytes for r in records) and not b.idle
+    b.ask(range(30, 60))
+    assert len(b.idle) == 1 # and again
+
+
+def test_a_copy_that_finds_no_memory_costs_a_record(monkeypatch):
+    b = Bench(target('llama'), True)
+    b.ask(range(30, 60))
+    monkeypatch.setattr('mlxspec.prefix.tree_map', lambda *args: 1 / 0)
+    b.rest()
+    assert not b.store.shelf.records
+
+
+def test_what_was_said_in_an_inexact_batch_is_not_taken_for_what_is_read():
+    b = Bench(target('llama'), True)
+    for level, rows in (('identical', 36), ('none', 29)):
+        seq = Sequence(list(range(30, 60)), Params(max_tokens=7), TextStream(b.t.tokenizer.detokenizer, ()), frozenset())
+        run = open_running(b.t, seq)
+        visit = b.store.visit(run)
+        while not prefill_step(b.t, run): pass
+        while not seq.finish: step(b.t, run, 1)
+        seq.stats.level = level # as `tell` of `mlxspec.batch` says it
+        assert visit.new_record(entries_of(run.cache), run.cached).sure in (rows, rows + 1)
+
+
 def test_what_has_no_numbers_is_not_kept():
     t, b = target('llama'), Bench(target('llama'))
     seq = Sequence(list(range(30, 50)), Params(max_tokens=3), TextStream(t.tokenizer.detokenizer, ()), frozenset())
@@ -274,6 +309,45 @@ def test_a_kill_while_writing_loses_at_most_that_entry(tmp_path):
     assert told['a'] >= 0
 
 
+KILLED = '''
+import sys, mlx.core as mx
+from mlxspec import prefix_files as files
+from mlxspec.core import Params
+from mlxspec.engine import Engine
+from mlxspec.tiny import byte_tokenizer, tiny_model
+files.PIECE = 1 << 12
+options = dict(cache_dir=sys.argv[1], drafter="none", prefix_disk_bytes=1 << 22, idle_grace_s=0., persistence_quiet_grace_s=0.)
+with Engine.from_model(tiny_model("qwen3_5", mx.bfloat16), byte_tokenizer(), **options) as e:
+    while e.snapshot()["scheduler"]["queue_depth"]["persistence"]: pass
+    for i in range(int(sys.argv[2])):
+        prompt = [257, *(j * (7 + i) % 250 for j in range(300))]
+        r = e.submit(prompt, Params(max_tokens=8, ignore_eos=True)).future.result()
+        print(i, r.stats.cached_tokens, [t.id for t in r.tokens], flush=True)
+    if sys.argv[3] == "stay": sys.stdin.read()
+'''
+
+
+def test_a_process_that_is_killed_while_it_writes(tmp_path):
+    "Three times an engine is killed at some moment of its persistence; the next one says what a fresh one says, from the state it finds."
+    def start(n, how): return subprocess.Popen([sys.executable, '-c', KILLED, str(tmp_path), str(n), how], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    rng, want, found = random.Random(5), {}, []
+    for n in range(1, 4):
+        p = start(3, 'stay')
+        for _ in range(3):
+            i, cached, tokens = p.stdout.readline().split(maxsplit=2)
+            assert want.setdefault(i, tokens) == tokens
+            found.append(int(cached))
+        until(lambda n=n: len([*tmp_path.rglob('prefix/**/*.safetensors'), *tmp_path.rglob('prefix/**/.*.tmp')]) >= n) # or the one after it has begun
+        time.sleep(rng.random() * .02)
+        p.kill()
+        p.communicate()
+    out, err = start(3, 'leave').communicate(timeout=120)
+    lines = [x.split(maxsplit=2) for x in out.splitlines()]
+    assert [x[2] for x in lines] == [want[x[0]].strip() for x in lines] and len(lines) == 3 and not err, err
+    assert any(int(x[1]) for x in lines) and not found[0]
+    assert not [*tmp_path.rglob('*.bad'), *tmp_path.rglob('prefix/**/.*.tmp')]
+
+
 # ---- the engine
 
 TURNS = 'Count from 1 to 5.', 'Spell the word garden.', 'What day comes after Monday?', 'Copy this: red green blue red green.', 'Count from 7 to 12.'
@@ -342,3 +416,36 @@ def test_every_mode_begins_with_what_was_read(mode, kind, tmp_path):
             assert [r.text for r in warm] == cold
         assert all(r.stats.cached_tokens >= 256 for r in warm)
         assert e.snapshot()['prefix']['bytes'] <= 1 << 20
+
+
+@pytest.mark.parametrize('mode,kind', list(zip(MODES, ['qwen3_5', 'gemma3'] * 3, strict=True)))
+def test_conversations_in_every_mode(mode, kind, tmp_path):
+    "Two conversations of five turns at once: warm as cold, and each turn begins where the last one ended, also of those that ended in a batch."
+    def engine(**options): return Engine.from_model(tiny_model(kind, mx.bfloat16), byte_tokenizer(), cache_dir=str(tmp_path), drafter='lookup', **options)
+    def talk(e, wait=False):
+        texts, out = [[257, 70 + i] * 3 for i in range(2)], []
+        for turn in range(5):
+            jobs = [e.submit(list(t), Params(max_tokens=9, ignore_eos=True)) for t in texts]
+            rs = [j.future.result(60) for j in jobs]
+            out += [(len(t), r.stats.cached_tokens, [x.id for x in r.tokens]) for t, r in zip(texts, rs, strict=True)]
+            texts = [[*t, *[x.id for x in r.tokens], 257, 80 + turn] for t, r in zip(texts, rs, strict=True)]
+            if wait and not turn: until(lambda: e.snapshot()['prefix']['cut'])
+        return out, e.snapshot()
+    with engine(prefix_cache_bytes=0) as e: cold, _ = talk(e)
+    with engine(scheduler_mode=mode, max_active_requests=2, prefix_cache_bytes=1 << 22, idle_grace_s=.01) as e: warm, s = talk(e, True)
+    assert [w[::2] for w in warm] == [c[::2] for c in cold]
+    if mode in MODES[2:5]: assert s['scheduler']['batch_histogram']['2'] > 8
+    if s['prefix']['cut'] == 'anywhere': # two rows are new: the end of a message and its first word, and the last token that was said
+        assert all(n - 4 <= cached < n for n, cached, _ in warm[2:]), warm
+
+
+def test_of_a_request_that_left_a_batch_nothing_is_kept(tmp_path):
+    with Engine.from_model(tiny_model('llama'), byte_tokenizer(), scheduler_mode='ar_batch', max_active_requests=2, cache_dir=str(tmp_path)) as e:
+        jobs, both = [], threading.Event()
+        def leave(chunk):
+            if both.wait(20) and len(jobs[0].stats.reasons) and e._floor.seats and all(s.batch for s in e._floor.seats.values()): jobs[0].cancel()
+        jobs.append(e.submit([65] * 9, Params(max_tokens=300, ignore_eos=True), leave))
+        jobs.append(e.submit([66] * 9, Params(max_tokens=30, ignore_eos=True)))
+        both.set()
+        assert isinstance(jobs[0].future.exception(60), Cancelled) and jobs[1].future.result(60)
+        assert [r.tokens[0] for r in e._plan.prefix.shelf.records.values()] == [66]
