@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from .policy import MtpPolicySnapshot
 from .scheduler import ModelWorkScheduler, OwnerStopped, scheduler_for, stopped
 
 # %% auto #0
-__all__ = ['admit', 'Job', 'make_plan', 'make_company', 'make_floor', 'call_stepper', 'Asking', 'Engine', 'requests_first']
+__all__ = ['Submit', 'admit', 'Job', 'make_plan', 'make_company', 'make_floor', 'call_stepper', 'make_request', 'Parts',
+           'assemble', 'publisher', 'requests_first', 'picture', 'on_new_owner', 'options_of', 'chunks', 'achunks',
+           'Asking', 'Engine']
 
 # %% ../nbs/33_engine.ipynb #a6cf347b
 device.require_mlx() # before anything that imports it: one sentence, not a linker's message
@@ -86,12 +89,23 @@ def _close_previous(cell: tuple[tuple, int] | None) -> None:
     old = ref()
     if old is not None and count != cell[1]: old.close()
 
+def _remember(cell: tuple[tuple, int] | None, engine: Any) -> Any: # the engine
+    if cell: _by_cell[cell[0]] = cell[1], weakref.ref(engine)
+    return engine
+
 # %% ../nbs/33_engine.ipynb #e14b8455
 def _load_target(model: str | Path, settings: Settings) -> tuple[Target, device.Device]:
     "On the owner thread: prepare MLX and load the weights."
     machine = device.detect()
     device.set_compile(settings.compile, machine)
     return Target.load(model), machine
+
+def _take_over(model: Any, tokenizer: Any, config: dict | None, name: str) -> Callable[[], tuple[Target, device.Device]]:
+    "On the caller's thread, which made the lazy arrays and alone can evaluate them; what it returns is for the owner's."
+    import mlx.core as mx
+    mx.eval(model) # also those that are no parameters
+    config = config or (vars(model.args) if hasattr(model, 'args') else {})
+    return lambda: (Target(model, tokenizer, config, name), device.detect())
 
 # %% ../nbs/33_engine.ipynb #4614cbeb
 def make_plan(target: Target, machine: device.Device, settings: Settings,
@@ -103,7 +117,7 @@ def make_plan(target: Target, machine: device.Device, settings: Settings,
     exactness = make_exactness(target, drafters.made, machine, settings)
     pilot = make_pilot(target, drafters.made, machine, settings, publish, exactness)
     drafters = exact_only(drafters, exactness, settings)
-    return Plan(settings.draft_block_size or AUTO_K, settings.prefill_chunk_tokens, drafters, pilot, think, exactness), most
+    return Plan(settings.draft_block_size or AUTO_K, settings.prefill_chunk_tokens, drafters, pilot, think, exactness=exactness), most
 
 def make_company(target: Target, plan: Plan, machine: device.Device, settings: Settings) -> Company | None: # None: a mode without batches
     "How batches run. ConfigError when the mode cannot."
@@ -130,6 +144,99 @@ def call_stepper(floor: Floor, scheduler: ModelWorkScheduler) -> None:
         elif e and len(floor.room): call_stepper(floor, scheduler) # a fault ended those on the floor, not those in line
     scheduler.submit_stepper(floor.serve()).add_done_callback(ended)
 
+# %% ../nbs/33_engine.ipynb #34bac381
+def make_request(prompt: list[int], params: Params, target: Target, plan: Plan,
+                 context: int | None, # most tokens of prompt and answer
+                 on_chunk: Callable[[Chunk], object] | None = None) -> Request:
+    "RequestError when it can never work."
+    params = admit_prediction(admit(prompt, params, target.vocab_size, context), target.tokenizer, prompt, context)
+    stream = TextStream(target.tokenizer.detokenizer, params.stop)
+    return Request(Sequence(prompt, params, stream, target.eos), plan, on_chunk)
+
+# %% ../nbs/33_engine.ipynb #c8b62596
+@dataclass(frozen=True)
+class Parts:
+    "What serves the requests of an engine."
+    plan: Plan
+    company: Company | None           # None: a mode without batches
+    floor: Floor
+    context: int | None               # most tokens of prompt and answer
+    identity: str                     # of all weights
+
+def assemble(target: Target, machine: device.Device, settings: Settings, scheduler: ModelWorkScheduler,
+             think: tuple[int, int] | None, # token ids that open and close a thought
+             publish: Callable[[MtpPolicySnapshot], object]) -> Parts:
+    "Decide all that is decided once."
+    plan, context = make_plan(target, machine, settings, think, publish)
+    plan = replace(plan, prefix=prefix_store(target, plan.drafters.made, machine, settings, scheduler))
+    company = make_company(target, plan, machine, settings)
+    floor = make_floor(target, plan, company, settings, scheduler)
+    if machine.gpu_device: scheduler.keep_warm(device.touch)
+    return Parts(plan, company, floor, context, identity(target, plan.drafters.made))
+
+def publisher(engine: Any, # an Engine
+             ) -> Callable[[MtpPolicySnapshot], None]:
+    "Where the policy of an engine says what it thinks."
+    ref = weakref.ref(engine)
+    def publish(snapshot: MtpPolicySnapshot) -> None:
+        if engine := ref(): engine._policy = snapshot
+    return publish
+
+# %% ../nbs/33_engine.ipynb #c74d2fa2
+def requests_first(scheduler: dict, floor: dict) -> dict: # for `/health`
+    "The scheduler's picture with requests where it has steppers."
+    queues, done = scheduler['queue_depth'] | dict(foreground=floor['waiting']), scheduler['completed'] | dict(foreground=floor['completed'])
+    return scheduler | dict(queue_depth=queues, completed=done, **{k: floor[k] for k in ('running', 'waits', 'failed', 'cancelled')})
+
+def picture(scheduler: ModelWorkScheduler, parts: Parts) -> dict:
+    "Plain data for `/health`."
+    plan, d, x = parts.plan, parts.plan.drafters, parts.plan.exactness
+    speculation = dict(drafters=[d.kind for d in d.made], block_size=plan.k, reason=d.reason, detail=d.sentence, gate=plan.pilot.seen,
+                       exactness=x.summary() if x else None, company=parts.company.summary() if parts.company else None)
+    return dict(scheduler=requests_first(scheduler.snapshot(), parts.floor.snapshot()), speculation=speculation, prefix=plan.prefix.snapshot())
+
+# %% ../nbs/33_engine.ipynb #9383500b
+def on_new_owner(make: Callable[[ModelWorkScheduler], Any], # runs on the new owner's thread
+                 settings: Settings) -> Any: # what it returns
+    "Begin a thread that owns what is made on it."
+    scheduler = scheduler_for(settings, device.leave_thread)
+    try: return scheduler.submit_foreground(make, scheduler).result()
+    except BaseException:
+        scheduler.shutdown()
+        raise
+
+def options_of(settings: Settings | None, # None: environment and config files
+               options: dict[str, Any], # rows of the option table, stronger than `settings`; None: not given
+              ) -> Settings:
+    "What an engine is made by."
+    return (settings or load_settings()).replace(**{k: v for k, v in options.items() if v is not None})
+
+# %% ../nbs/33_engine.ipynb #4776f15d
+Submit = Callable[[Callable[[Any], object]], Job] # told who gets the chunks
+
+def chunks(submit: Submit) -> Iterator[Chunk]:
+    "What a job says, step by step."
+    box: queue.SimpleQueue = queue.SimpleQueue()
+    job = submit(box.put)
+    job.future.add_done_callback(box.put)
+    try:
+        while not isinstance(chunk := box.get(), Future): yield chunk
+        chunk.result()
+    finally: job.cancel()
+
+async def achunks(submit: Submit) -> AsyncIterator[Chunk]:
+    "The same for an event loop."
+    box: asyncio.Queue = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    def put(x): # from the owner thread; RuntimeError: the loop is closed, so nobody listens
+        with suppress(RuntimeError): loop.call_soon_threadsafe(box.put_nowait, x)
+    job = submit(put)
+    job.future.add_done_callback(put)
+    try:
+        while not isinstance(chunk := await box.get(), Future): yield chunk
+        chunk.result()
+    finally: job.cancel()
+
 # %% ../nbs/33_engine.ipynb #5fb3d1bd
 class Asking:
     "The ways to ask an engine for text."
@@ -146,60 +253,41 @@ class Asking:
         if all(isinstance(m, dict) for m in things): return self.chat.encode(things)
         raise RequestError('A prompt is text, a list of chat messages or a list of token ids.', 'messages')
 
+    def _submit(self, prompt: Any, params: dict) -> Submit:
+        return lambda out: self.submit(self.encode(prompt), self.settings.params(**params), out)
+
     def generate(self, prompt: str | list[int] | list[dict], # text, token ids or chat messages
                  **params) -> Result: # fields of Params
         "The whole answer. An interrupt cancels it."
         self._scheduler.may_wait()
-        job = self.submit(self.encode(prompt), self.settings.params(**params))
+        job = self._submit(prompt, params)(lambda chunk: None)
         try: return job.future.result()
         finally: job.cancel()
 
     def stream(self, prompt: str | list[int] | list[dict], **params) -> Iterator[Chunk]:
         "The answer step by step. Leaving the loop, or an interrupt, cancels the rest."
         self._scheduler.may_wait()
-        box: queue.SimpleQueue = queue.SimpleQueue()
-        job = self.submit(self.encode(prompt), self.settings.params(**params), box.put)
-        job.future.add_done_callback(box.put)
-        try:
-            while not isinstance(chunk := box.get(), Future): yield chunk
-            chunk.result()
-        finally: job.cancel()
+        yield from chunks(self._submit(prompt, params))
 
-    async def astream(self, prompt: str | list[int] | list[dict], **params) -> AsyncIterator[Chunk]:
+    def astream(self, prompt: str | list[int] | list[dict], **params) -> AsyncIterator[Chunk]:
         "`stream` for an event loop."
-        box: asyncio.Queue = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-        def put(x): # from the owner thread; RuntimeError: the loop is closed, so nobody listens
-            with suppress(RuntimeError): loop.call_soon_threadsafe(box.put_nowait, x)
-        job = self.submit(self.encode(prompt), self.settings.params(**params), put)
-        job.future.add_done_callback(put)
-        try:
-            while not isinstance(chunk := await box.get(), Future): yield chunk
-            chunk.result()
-        finally: job.cancel()
+        return achunks(self._submit(prompt, params))
 
     def call(self, fn: Callable, *args) -> Any:
         "Run `fn(*args)` on the owner thread, between two steps, and return its result."
         self._scheduler.may_wait()
         return self._scheduler.submit_foreground(fn, *args).result()
 
-# %% ../nbs/33_engine.ipynb #80da0b92
+# %% ../nbs/33_engine.ipynb #c0432b7b
 class Engine(Asking):
     "A target, its drafters and the thread that owns them."
     def __init__(self, scheduler: ModelWorkScheduler, target: Target, machine: device.Device, settings: Settings, is_demo: bool = False):
         "Use `Engine.load` or `Engine.from_model`."
-        self.settings, self.is_demo, self.name = settings, is_demo, target.name
-        self.device, self.chat, self.vocab_size = machine, ChatFormat(target.tokenizer), target.vocab_size
-        self._target, self._scheduler, ref = target, scheduler, weakref.ref(self)
+        self.settings, self.device, self.is_demo, self.name, self.vocab_size = settings, machine, is_demo, target.name, target.vocab_size
+        self.chat, self._target, self._scheduler = ChatFormat(target.tokenizer), target, scheduler
         self._policy = MtpPolicySnapshot.unavailable('worker_not_ready', None)
-        def publish(snapshot: MtpPolicySnapshot): # a reference would keep the engine alive for ever
-            if engine := ref(): engine._policy = snapshot
-        plan, self.context_length = make_plan(target, machine, settings, self.chat.think_ids, publish)
-        self._plan = replace(plan, prefix=prefix_store(target, plan.drafters.made, machine, settings, scheduler))
-        self._company = make_company(target, self._plan, machine, settings)
-        self._floor = make_floor(target, self._plan, self._company, settings, scheduler)
-        self.identity = identity(target, self._plan.drafters.made) # of all weights
-        if machine.gpu_device: scheduler.keep_warm(device.touch)
+        self._parts = p = assemble(target, machine, settings, scheduler, self.chat.think_ids, publisher(self))
+        self._plan, self._floor, self.context_length, self.identity = p.plan, p.floor, p.context, p.identity
         self._finalizer = weakref.finalize(self, scheduler.shutdown)
 
     @classmethod
@@ -208,44 +296,26 @@ class Engine(Asking):
              *, settings: Settings | None = None, # None: environment and config files
              **options) -> Engine: # rows of the option table, stronger than `settings`
         "Load weights on a new owner thread. ConfigError, ModelError, PairError or BackendError when that fails; nothing is left behind."
-        cell = _cell(2)
-        _close_previous(cell)
-        options |= {k: v for k, v in dict(model=model and str(model), drafter=drafter).items() if v is not None}
-        settings = (settings or load_settings()).replace(**options)
-        path = settings.model or DEMO
-        make = lambda sched: sched.submit_foreground(_load_target, path, settings).result()
-        return cls._start(make, settings, cell, is_demo=settings.model is None)
+        _close_previous(cell := _cell(2))
+        s = options_of(settings, options | dict(model=model and str(model), drafter=drafter))
+        return _remember(cell, on_new_owner(lambda owner: cls(owner, *_load_target(s.model or DEMO, s), s, s.model is None), s))
 
     @classmethod
     def from_model(cls, model: Any, # an mlx-lm model
                    tokenizer: Any, # its tokenizer
                    *, name: str = 'model', config: dict | None = None, settings: Settings | None = None, **options) -> Engine:
         "Serve a model that is already loaded. Leave it to the engine afterwards: its thread runs it."
-        import mlx.core as mx
-        mx.eval(model) # lazy arrays, also those that are no parameters, could only be evaluated by the thread that made them
-        settings = (settings or load_settings()).replace(**options)
-        config = config or (vars(model.args) if hasattr(model, 'args') else {})
-        make = lambda sched: (sched.submit_foreground(Target, model, tokenizer, config, name).result(), device.detect())
-        return cls._start(make, settings, _cell(2))
+        s, cell = options_of(settings, options), _cell(2)
+        take = _take_over(model, tokenizer, config, name)
+        return _remember(cell, on_new_owner(lambda owner: cls(owner, *take(), s), s))
 
-    @classmethod
-    def _start(cls, make: Callable, settings: Settings, cell: tuple | None, is_demo: bool = False) -> Engine:
-        scheduler = scheduler_for(settings, device.leave_thread)
-        try:
-            target, machine = make(scheduler)
-            engine = scheduler.submit_foreground(cls, scheduler, target, machine, settings, is_demo).result()
-        except BaseException: # KeyboardInterrupt included: no thread, no half-loaded model stays behind
-            scheduler.shutdown()
-            raise
-        if cell: _by_cell[cell[0]] = cell[1], weakref.ref(engine)
-        return engine
+    def submit(self, prompt: list[int], params: Params, on_chunk: Callable[[Chunk], object] | None = None) -> Job:
+        "Stand in line; never blocks. `on_chunk` runs on the owner thread. RequestError when the request cannot work, or there is no place."
+        request = make_request(prompt, params, self._target, self._plan, self.context_length, on_chunk)
+        if self._floor.enter(request): call_stepper(self._floor, self._scheduler)
+        return Job(request.seq.params, request.seq.stats, request.future, partial(self._floor.cancel, request))
 
-    def __enter__(self) -> Engine: return self
-    def __exit__(self, *_) -> None: self.close()
-    def close(self) -> None:
-        "End open requests with Cancelled and stop the thread. Idempotent."
-        self._finalizer()
-
+    def snapshot(self) -> dict: return picture(self._scheduler, self._parts) # for `/health`
     @property
     def drafters(self) -> tuple[str, ...]: return tuple(d.kind for d in self._plan.drafters.made)
     @property
@@ -254,22 +324,8 @@ class Engine(Asking):
     def alive(self) -> bool: return self._scheduler.alive
     @property
     def room(self) -> Admission: return self._floor.room # where requests wait
-    def snapshot(self) -> dict:
-        "Plain data for /health."
-        plan, d, x = self._plan, self._plan.drafters, self._plan.exactness
-        speculation = dict(drafters=list(self.drafters), block_size=plan.k, reason=d.reason, detail=d.sentence, gate=plan.pilot.seen,
-                           exactness=x.summary() if x else None, company=self._company.summary() if self._company else None)
-        return dict(scheduler=requests_first(self._scheduler.snapshot(), self._floor.snapshot()), speculation=speculation, prefix=plan.prefix.snapshot())
-
-    def submit(self, prompt: list[int], params: Params, on_chunk: Callable[[Chunk], object] | None = None) -> Job:
-        "Stand in line; never blocks. `on_chunk` runs on the owner thread. RequestError when the request cannot work, or there is no place."
-        tokenizer, floor = self._target.tokenizer, self._floor
-        params = admit_prediction(admit(prompt, params, self.vocab_size, self.context_length), tokenizer, prompt, self.context_length)
-        request = Request(Sequence(prompt, params, TextStream(tokenizer.detokenizer, params.stop), self._target.eos), self._plan, on_chunk)
-        if floor.enter(request): call_stepper(floor, self._scheduler)
-        return Job(params, request.seq.stats, request.future, lambda: floor.cancel(request))
-
-def requests_first(scheduler: dict, floor: dict) -> dict: # for `/health`
-    "The scheduler's picture with requests where it has steppers."
-    queues, done = scheduler['queue_depth'] | dict(foreground=floor['waiting']), scheduler['completed'] | dict(foreground=floor['completed'])
-    return scheduler | dict(queue_depth=queues, completed=done, **{k: floor[k] for k in ('running', 'waits', 'failed', 'cancelled')})
+    def close(self) -> None:
+        "End open requests with Cancelled and stop the thread. Idempotent."
+        self._finalizer()
+    def __enter__(self) -> Engine: return self
+    def __exit__(self, *_) -> None: self.close()
