@@ -68,7 +68,7 @@ def test_version():
     (['policy'], ['one more word: show, export or clear']), (['policy', 'shwo'], ['one more word']), (['polcy', 'show'], ['Did you mean policy?']),
     (['policy', 'show', '--port', '1'], ['--port is an option of mlxspec serve']), (['policy', 'show', '--url', 'x'], ['http://']),
     (['policy', 'show', '--url', 'http://127.0.0.1:1'], ['No server answers at http://127.0.0.1:1']), (['policy', 'clear', '--url', 'http://x'], ['--url']),
-    (['generate'], ['--prompt']), (['generate', '-p', ' \n'], ['The prompt is empty.']), (['generate', '-p', '-'], ['The prompt is empty.']),
+    (['generate'], ['mlxspec generate TEXT', '-p TEXT']), (['generate', 'x', '-p', 'y'], ['once']), (['generate', 'two', 'words'], ["'words'", 'quotes']), (['generate', ''], ['The prompt is empty.']), (['generate', '-p', ' \n'], ['The prompt is empty.']), (['generate', '-p', '-'], ['The prompt is empty.']),
     (['generate', '-p', 'x', '--host', 'y'], ['--host is an option of mlxspec serve']), (['generate', '-p', 'x', '--seed', 'y'], ['--seed']),
     (['generate', '-p', 'x', '--temperature', 'nan'], ['between 0 and 2']), (['generate', '-p', 'x', '--json', '--show'], ['--json and --show']),
     (['serve', '--cache-dir', '~nobody-of-this-name/x'], ['--cache-dir must be a path']), (['serve', '--config='], ['--config must be a path']),
@@ -151,8 +151,8 @@ def test_generate(capsys):
 
 
 def test_generate_reads_standard_input():
-    done = run('generate', '-p', '-', SHORT, stdin='Count from 1 to 5.')
-    assert done.returncode == 0 and done.stdout and not done.stderr
+    said = [run('generate', *args, SHORT, stdin='Count from 1 to 5.') for args in (['-p', '-'], ['-'], ['Count from 1 to 5.'], ['--no-spec', 'Count from 1 to 5.'])]
+    assert {(d.returncode, d.stdout, d.stderr) for d in said} == {(0, said[0].stdout, '')} and said[0].stdout
 
 
 def test_demo(capsys):

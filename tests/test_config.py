@@ -12,13 +12,14 @@ from mlxspec.config import FALSE, SAMPLING, TABLE, TRUE, load_settings, read_fil
 from mlxspec.core import ConfigError
 
 PACKAGE = Path(mlxspec.__file__).parent
-OTHER = dict(bool=True, int=3, float=0.5, str='x', Path=Path('x'))
+OTHER = dict(float=0.5, str='x', Path=Path('x'))
 BOOLS = [r.name for r in TABLE.values() if r.kind == 'bool']
 
 
 def other(row):
     "A value that is not the default."
     if row.choices: return next((c for c in row.choices if c != row.default), row.default)
+    if row.kind == 'int': return max(3, row.lo or 0)
     return (not row.default) if row.kind == 'bool' else OTHER[row.kind]
 
 
