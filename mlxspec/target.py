@@ -7,8 +7,11 @@ Docs: https://mlxspec.github.io/mlxspec/target.html.md"""
 # %% ../nbs/07_target.ipynb #fe45db0a
 from __future__ import annotations
 
+import glob
 import re
-from contextlib import ExitStack, nullcontext
+import tempfile
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,8 +31,8 @@ from .recurrent import Tape, fits, listen, recording, replay
 from .strategies import OneWay, Ways, attention_homes, latent_layers, row_attention
 
 # %% auto #0
-__all__ = ['model_path', 'load_files', 'adapt', 'flat_rope', 'Tap', 'body_of', 'layer_of', 'entries_of', 'remember', 'put_back',
-           'Transaction', 'close_enough', 'forgets', 'choose_rollback', 'first_of', 'Target']
+__all__ = ['model_path', 'literally', 'load_files', 'adapt', 'flat_rope', 'Tap', 'body_of', 'layer_of', 'entries_of', 'remember',
+           'put_back', 'Transaction', 'close_enough', 'forgets', 'choose_rollback', 'first_of', 'Target']
 
 # %% ../nbs/07_target.ipynb #4169082d
 def model_path(model: str | Path, # directory, or `owner/name`
@@ -48,6 +51,17 @@ def model_path(model: str | Path, # directory, or `owner/name`
     return fetch(str(model))
 
 # %% ../nbs/07_target.ipynb #88a315b8
+@contextmanager
+def literally(path: Path) -> Generator[Path]: # a path to the same directory
+    "mlx-lm takes a path for a pattern: where its name has brackets, it gets another one."
+    if glob.escape(str(path)) == str(path):
+        yield path
+        return
+    with tempfile.TemporaryDirectory() as d:
+        link = Path(d) / 'model'
+        link.symlink_to(path.resolve(), target_is_directory=True)
+        yield link
+
 def load_files(path: Path, # a directory from `model_path`
                classes: tuple[type, type] | None = None, # model and arguments; None: mlx-lm's own for the model type
                adapter: Path | None = None, # directory of an adapter
@@ -55,8 +69,9 @@ def load_files(path: Path, # a directory from `model_path`
     "Load weights and tokenizer with mlx-lm; ModelError when they do not make a model."
     ours: dict[str, Any] = {} if classes is None else dict(get_model_classes=lambda config: classes)
     try:
-        model, config = load_model(path, model_config=flat_rope(load_config(path)), **ours)
-        tokenizer = load_tokenizer(path, eos_token_ids=config.get('eos_token_id'))
+        with literally(path) as p:
+            model, config = load_model(p, model_config=flat_rope(load_config(p)), **ours)
+            tokenizer = load_tokenizer(p, eos_token_ids=config.get('eos_token_id'))
     except Exception as e: # what a broken directory makes mlx-lm and transformers raise has no common class
         if m := re.search(r'Model type (\S+) not supported', str(e)):
             raise ModelError(f'{path.name} needs a model class for {m[1]}: mlx-lm {version("mlx-lm")} has no mlx_lm.models.{m[1]}.') from e
