@@ -296,6 +296,10 @@ class Company:
         self.trials[width, rows] = found
         if self.memo: self.memo.save(dict(meetings=[asdict(m) for ms in self.trials.values() for m in ms]))
 
+    def rest(self) -> None:
+        "Nobody is here: let go of what a probe has built."
+        self._stages.clear()
+
     def exact(self, rows: int, ends: list[int]) -> list[str]: # the ways in which it is
         "Whether a forward is exact, as far as anybody knows."
         most = max(ends) + rows + 1 # and one that may have been queued meanwhile

@@ -33,6 +33,7 @@ class Mode(Protocol):
     def admit(self, seat: Seat) -> None: ... # a request that has been given a place
     def drop(self, seat: Seat) -> None: ...  # one that has ended, in whatever way
     def step(self) -> str: ...               # one bounded step for somebody; its lane
+    def rest(self) -> None: ...              # nobody is left
 
 Count = Callable[[int, int], object] # told requests and verify rows (0: a plain step) of every decode forward
 
@@ -51,6 +52,7 @@ class Serial:
         self.opening.pop(seat, None)
 
     def step(self) -> str: return self.advance(self.seats[0])
+    def rest(self) -> None: pass
 
     def advance(self, seat: Seat) -> str:
         "One step of one request, whatever is next for it."
@@ -158,6 +160,8 @@ class Batched:
             for s in seats: del self.ready[s]
         return None
 
+    def rest(self) -> None: self.company.rest()
+
     fixed = False
     def parties(self) -> list[list[Seat]]: # who moves in together
         ready, free = list(self.ready), next((self.widest - len(u) for u in self.units if len(u) < self.widest), 0)
@@ -204,6 +208,7 @@ class Hyper(Serial):
         super().admit(seat)
         self.opening[seat] = chain(seat.opening(), self._learn(seat))
 
+    def rest(self) -> None: self.company.rest()
     def _learn(self, seat: Seat) -> Iterator[str]:
         "Try the shapes of so many branches, once per machine."
         for m in range(2, MOST + 1) if seat.run.guests else ():
@@ -274,6 +279,7 @@ class Floor:
         try:
             while self.look():
                 yield self.mode.step()
+            self.mode.rest()
         except BaseException as e: # GeneratorExit: the scheduler is told to end
             for seat in self.seats.values(): seat.fail(Cancelled('The request was cancelled.') if isinstance(e, GeneratorExit) else e)
             self._sweep()
