@@ -197,12 +197,14 @@ class Soak:
         if len(self.broken) < 20: self.broken.append(f'{why}: {" ".join(map(str, details))}'[:500])
 
     async def learn(self):
-        "Ask for everything once, alone."
+        "Ask for everything once, alone; then for the first of it in every number that may come together, so that the machine is probed."
         self.pool = bodies(self.rng, 20 if self.a.minutes >= 1 else 6) + await talk(self.port)
         for body in self.pool:
             status, _, got = await ask(self.port, CHAT, body)
             assert status == 200, got
             self.want.append(said(got, False)[:2])
+        for n in range(2, PLACES + 1):
+            for _, _, got in await asyncio.gather(*(ask(self.port, CHAT, self.pool[0] | dict(max_tokens=60, ignore_eos=True)) for _ in range(n))): assert b'choices' in got
 
     def shaped(self, body, stream): return body | (dict(stream=True, stream_options=dict(include_usage=True)) if stream else {})
 
@@ -288,7 +290,7 @@ class Soak:
     def truthful(self, h):
         s, before = h['scheduler'], self.health.get('scheduler')
         ok = s['mode'] == self.a.mode and 0 <= s['running'] <= PLACES and s['running'] + s['queue_depth']['foreground'] <= PLACES + QUEUE and s['owner']['alive']
-        ok &= s['active_lane'] in 'idle prefill probe plain mtp plain_batch mtp_batch cohort hyper'.split()
+        ok &= s['active_lane'] in 'idle prefill plain mtp plain_batch mtp_batch cohort hyper'.split()
         ok &= all(1 <= int(w) <= PLACES for w in s['batch_histogram']) and h['prefix']['bytes'] <= MEMORY
         for get in (lambda s: s['completed']['foreground'], lambda s: s['failed'], lambda s: s['cancelled'], lambda s: s['waits']['count'], lambda s: sum(s['batch_histogram'].values())):
             ok &= before is None or get(s) >= get(before)
@@ -337,7 +339,7 @@ def check(soak, first, last, told):
     n, s, faults = soak.n, soak.health['scheduler'], told['faults']
     made = faults.get('listener', 0) + sum(faults.get(k, 0) for k in ('say_all', 'launch', 'verify_step'))
     ended = s['completed']['foreground'] + s['failed'] + s['cancelled']
-    before = len(soak.want) + 4 + 1 # asked by `learn`, and to warm up
+    before = len(soak.want) + 4 + sum(range(2, PLACES + 1)) + 1 # asked by `learn`, and to warm up
     alone = n['asked'] - n['queue_full']
     bounds = dict(
         answers=n['wrong'] == 0, someone_was_served=n['whole'] > 0, alive=not told['alive'], failures=n['failed'] - n['numbers'] <= made + s['failed'],
@@ -381,7 +383,7 @@ def main():
         out = summary(soak, first, last, told)
         if server.returncode: out['broken'].append(f'exit code {server.returncode}')
         log.seek(0)
-        Path('/tmp/soak.log').write_text(log.read())
+        if out['broken']: sys.stderr.write(log.read()[-8000:])
     print(json.dumps(out, indent=1))
     return int(bool(out['broken']))
 
