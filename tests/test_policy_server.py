@@ -52,13 +52,43 @@ def get(url):
     with urllib.request.urlopen(url, timeout=T) as r: return json.load(r)
 
 
+# What one can do to a target before the server starts: `mlxspec` with a machine that is not this one.
+MACHINES = dict(
+    memory_bound='''
+import time
+def forward(self, *args, **kw): # reading the weights takes 10 ms, whatever the number of rows
+    time.sleep(.01)
+    return original(self, *args, **kw)
+original, target.Target.forward = target.Target.forward, forward
+''',
+    inexact='''
+def __call__(self, ids, **kw): # the last bit of one logit per row differs where there are several rows
+    out = original(self, ids, **kw)
+    if ids.shape[1] == 1: return out
+    bits = mx.view(out, mx.int32)
+    bits[..., 7] += 1
+    return mx.view(bits, mx.float32)
+original, qwen3.Model.__call__ = qwen3.Model.__call__, __call__
+''')
+LAUNCH = '''
+import sys
+import mlxspec
+from mlxspec import cli, target
+import mlx.core as mx
+from mlx_lm.models import qwen3
+{}
+sys.exit(cli.main(sys.argv[1:]))
+'''
+
+
 class Served:
     "`mlxspec serve` in a process of its own."
-    def __init__(self, cache, tiny, *args, drafter=None, **env):
+    def __init__(self, cache, tiny, *args, drafter=None, machine=None, **env):
         with socket.create_server(('127.0.0.1', 0)) as s: port = s.getsockname()[1]
         self.url, env = f'http://127.0.0.1:{port}', {f'MLXSPEC_{k}': v for k, v in env.items()}
         pair = ['--model', tiny[0], '--drafter', drafter or tiny[1]] if tiny else [] # else the demo pair
-        command = [MLXSPEC, 'serve', '--port', str(port), *pair, *args]
+        program = [sys.executable, '-c', LAUNCH.format(MACHINES[machine])] if machine else [MLXSPEC]
+        command = [*program, 'serve', '--port', str(port), *pair, *args]
         self.p = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                   env={**os.environ, 'MLXSPEC_CACHE_DIR': str(cache), **env})
 
@@ -76,8 +106,11 @@ class Served:
         raise AssertionError(self.p.communicate())
 
     def ready(self):
-        "Wait until the model is loaded."
+        "Wait until the model is loaded; once."
+        hang = threading.Timer(T, self.p.kill)
+        hang.start()
         line = self.p.stdout.readline()
+        hang.cancel()
         assert re.fullmatch(r'mlxspec serves .* at .*\n', line), (line, self.p.communicate(timeout=T))
         return self
 
@@ -95,7 +128,7 @@ class Served:
         self.p.send_signal(signal.SIGTERM)
         out, err = self.p.communicate(timeout=T)
         assert self.p.returncode == 0, err
-        return err.splitlines()
+        return [line for line in err.splitlines() if not line.startswith('mlxspec: measuring which verify widths ')]
 
 
 def state(body): return body['reason'] or body['state'], body['mtp_enabled']
@@ -180,6 +213,20 @@ def test_a_restart_has_the_verdict_at_once(life, tiny):
         assert not drafted(s.ask(12)) and s.stop() == []
 
 
+def test_where_rounds_cost_what_a_step_costs_the_demo_head_is_enabled(tmp_path):
+    with Served(tmp_path, None, machine='memory_bound') as s:
+        bodies = [s.ready().policy()]
+        while bodies[-1]['state'] == 'profiling' and len(bodies) <= 20: # bounds the test; four samples are enough for so clear a case
+            s.ask(40, messages=[dict(role='user', content=f'Count from {len(bodies)} to {len(bodies) + 30}.')])
+            bodies.append(s.policy())
+        body = bodies[-1]
+        assert state(body) == ('settled', True) and (body['verdict'], body['settled_by'], body['restored']) == ('enable', 'measured', False)
+        assert body['samples'] >= body['samples_required'] and body['speedup_low'] > 1.03 and body['plain_ms_per_token'] > 10
+        answer = s.ask(40)
+        assert drafted(answer) and adds_up(answer)['no_draft_reasons'].get('policy') is None
+        assert s.stop() == []
+
+
 def test_an_enable_is_restored_and_drafts(life, tiny, tmp_path):
     (key, hint), = all_hints(hint_dir(life['cache']))
     assert (hint.target, hint.drafter, hint.verdict) == ('tiny', 'head', 'decline')
@@ -220,6 +267,16 @@ def test_a_pair_that_is_not_exact_is_declined_whatever_anybody_pins(tiny, tmp_pa
         assert say(body) == 'MTP configured but vetoed; running classic decode: ' + body['decline_detail']
         answer = s.ask(12)
         assert not drafted(answer) and answer['metrics']['mlxspec']['no_draft_reasons'] == {'exactness_declined': 12}
+        warned, = s.stop()
+        assert warned.endswith(': ' + body['decline_detail']) and 'WARNING' in warned # one line, exactly this sentence
+
+
+def test_a_machine_that_is_off_by_a_bit_is_declined_with_the_bytes(tiny, tmp_path):
+    with Served(tmp_path, tiny, machine='inexact', ENABLE_MTP_B1='1') as s:
+        body, answer = s.ready().policy(), s.ask(12)
+        assert state(body) == ('exactness_declined', False) and not drafted(answer) and body['samples'] == 0
+        assert re.fullmatch(r'verify block position \d differs from the single-token chain in \d+ of \d+ logit bytes\. '
+                            r'Row-wise attention did not make it exact either\.', body['decline_detail'])
         warned, = s.stop()
         assert warned.endswith(': ' + body['decline_detail']) and 'WARNING' in warned # one line, exactly this sentence
 
@@ -266,7 +323,7 @@ def test_show_asks_a_server_with_a_key(tiny, tmp_path, monkeypatch, capsys):
         return code, ''.join(capsys.readouterr())
     (tmp_path/'key').write_text('sesame \nand a remark\n')
     with Served(tmp_path, tiny, MTP_ADAPTIVE='off', API_KEY='sesame') as s:
-        s.p.stdout.readline()
+        s.ready()
         for what, words in (('show', 'not measured: MLXSPEC_MTP_ADAPTIVE is off, MTP is off'), ('export', '"reason": "adaptive_disabled"')):
             code, text = ask(what)
             assert code == 2 and 'asks for an API key; set MLXSPEC_API_KEY or give --api-key-file.' in text
@@ -316,7 +373,7 @@ def application(tiny, cache, given=None, drafter=None, **env):
         yield client
 
 
-SET = dict(drafter=dict(drafter='lookup'), exactness=dict(EXACTNESS='off'), allowed=dict(MTP_ALLOW_INEXACT='1'), adaptive=dict(MTP_ADAPTIVE='0'),
+SET = dict(drafter=dict(drafter='lookup'), mode=dict(SCHEDULER_MODE='ar_batch'), exactness=dict(EXACTNESS='off'), allowed=dict(MTP_ALLOW_INEXACT='1'), adaptive=dict(MTP_ADAPTIVE='0'),
            on=dict(ENABLE_MTP_B1='1'), off=dict(ENABLE_MTP_B1='0'), hint={}, gate=dict(MTP_GATE='off'), forced=dict(MTP_GATE='force'))
 # Pairs of conditions, and for the veto every triple; what is one variable twice or needs a probe that did not run is left out.
 WORLDS = [w for n in range(4) for w in itertools.combinations(SET, n)
@@ -326,7 +383,7 @@ WORLDS = [w for n in range(4) for w in itertools.combinations(SET, n)
 def expected(w):
     "The list of the contract, from the strongest down."
     pin = True if 'on' in w else False if 'off' in w else None
-    if 'drafter' in w: return 'no_mtp_dispatch', False
+    if 'drafter' in w or 'mode' in w: return 'no_mtp_dispatch', False
     if 'exactness' in w and 'allowed' not in w: return 'exactness_declined', False
     if 'adaptive' in w: return 'adaptive_disabled', bool(pin)                        # no Apple GPU: the static default is off
     if pin is not None: return 'forced', pin
