@@ -10,6 +10,7 @@ from __future__ import annotations
 import filecmp
 import hashlib
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -22,13 +23,13 @@ from mlx_lm.utils import load_tokenizer
 from . import blas
 from .budget import BudgetGate
 from .config import Settings
-from .core import ConfigError, Drafter, ModelError, PairError, notice
+from .core import Cancelled, ConfigError, Drafter, ModelError, PairError, notice
 from .device import Device, apple_generation
 from .drafters import dflash, draft_model, eagle3, gemma4_assistant, glm4_moe_lite_mtp, inkling_mtp, lookup # noqa: F401  (they register themselves)
 from .drafters.base import build, quantize, tokenizers_differ
 from .drafters.qwen3_5_mtp import head_tensors
 from .gate import Gate, WindowGate
-from .exactness import Exactness, finish
+from .exactness import Exactness
 from .hints import HintFile, HintKey, MemoFile, fingerprint, hint_dir
 from .memory import machine_bytes, measure
 from .pilot import MTP_KINDS, Pilot, Rules
@@ -229,13 +230,16 @@ def memo_file(target: Target, machine: Device, k: int, s: Settings,
     key = HintKey(weights_of(target), '', machine.hardware, k, version('mlx'), version('mlx-lm'), kernels(machine), f'{what}-{s.exactness}', target.kv.mode)
     return MemoFile(hint_dir(s.cache_dir, 'exactness'), key)
 
-def make_exactness(target: Target, drafters: tuple[Drafter, ...], machine: Device, s: Settings) -> Exactness | None:
-    "Probe a target, as far as short requests need it; on the owner thread. The target's ways are set."
+def make_exactness(target: Target, drafters: tuple[Drafter, ...], machine: Device, s: Settings,
+                   closing: Callable[[], bool] = lambda: False, # nobody waits for it any more
+                  ) -> Exactness | None:
+    "Probe a target, as far as short requests need it; on the owner thread. The target's ways are set. Cancelled when it is closing."
     k = probed_width(drafters, s)
     if k < 2: return None
     x = Exactness(target, k, s.exactness, s.mtp_allow_inexact, memo_file(target, machine, k, s))
     if not (x.trials or x.why or is_demo(target)): notice(f'measuring which verify widths of {target.name} are exact here, once per machine ...')
-    finish(x.probe())
+    for _ in x.probe():
+        if closing(): raise Cancelled('The engine was closed while its target was probed.')
     target.ways = x
     if x.warning: log.warning(x.warning)
     return x

@@ -25,7 +25,7 @@ from mlxspec.drafters.eagle3 import build_eagle3
 from mlxspec.drafters.lookup import Lookup
 from mlxspec.drafters.prediction import Prediction, PredictionState, Script
 from mlxspec.drafters.qwen3_5_mtp import build_qwen3_5_mtp
-from mlxspec.engine import DEMO
+from mlxspec.pairing import DEMO
 from mlxspec.rounds import Running, open_running, prefill_step, step
 from mlxspec.sequence import Sequence
 from mlxspec.strategies import OneWay
