@@ -23,7 +23,8 @@ from .rounds import tapped
 from .target import Target, entries_of
 
 # %% auto #0
-__all__ = ['ROWS', 'BUFFERS', 'weight_bytes', 'cache_bytes', 'Footprint', 'gigabytes', 'measure', 'machine_bytes']
+__all__ = ['ROWS', 'BUFFERS', 'POOL', 'weight_bytes', 'cache_bytes', 'Footprint', 'gigabytes', 'measure', 'machine_bytes',
+           'bound_pool']
 
 # %% ../nbs/32_memory.ipynb #c548de3b
 def weight_bytes(net: Any) -> int: # a network
@@ -64,13 +65,16 @@ class Footprint:
         left = limit - self.total(0)
         return int(left // (self.sequences * self.per_token)) if self.per_token else (2**31 if left >= 0 else -1)
 
+    def account(self, limit: float, context: int) -> str:
+        "What it is made of, in words."
+        parts = dict(target=self.target, drafters=self.drafters, caches=self.caches(context), **{'verify buffers': self.verify})
+        return f'{", ".join(f"{n} {gigabytes(b)}" for n, b in parts.items() if b)} are {gigabytes(self.total(context))}, and there are {gigabytes(limit)}'
+
     def sentence(self, limit: float, context: int) -> str:
         "Why it does not fit."
-        parts = dict(target=self.target, drafters=self.drafters, caches=self.caches(context), **{'verify buffers': self.verify})
         most = max(0, self.largest(limit))
         fits = f'the largest context that fits is {most} tokens' if most else 'no context fits'
-        return (f'Not enough memory for a context of {context} tokens: {", ".join(f"{n} {gigabytes(b)}" for n, b in parts.items() if b)} are '
-                f'{gigabytes(self.total(context))}, and there are {gigabytes(limit)}; {fits}.')
+        return f'Not enough memory for a context of {context} tokens: {self.account(limit, context)}; {fits}.'
 
 def gigabytes(n: float) -> str: # bytes, in words
     return f'{n / 1e9:.2f} GB' if n >= 1e7 else f'{n / 1e6:.2f} MB'
@@ -101,3 +105,12 @@ def machine_bytes(recommended: int | None, # what the device says, if it does
     if recommended: return recommended
     try: return os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
     except (ValueError, AttributeError, OSError): return None # not on this system
+
+POOL = 1 / 8 # of that memory, at most, for buffers that MLX keeps to use them again
+
+def bound_pool(limit: float, # bytes that there are
+              ) -> int: # bytes of the pool
+    "Bound what MLX keeps of freed memory; a smaller bound that somebody has set stays."
+    old, new = mx.set_cache_limit(int(limit * POOL)), int(limit * POOL)
+    if old < new: mx.set_cache_limit(old)
+    return min(old, new)

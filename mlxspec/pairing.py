@@ -31,7 +31,7 @@ from .drafters.qwen3_5_mtp import head_tensors
 from .gate import Gate, WindowGate
 from .exactness import Exactness
 from .hints import HintFile, HintKey, MemoFile, fingerprint, hint_dir
-from .memory import machine_bytes, measure
+from .memory import bound_pool, machine_bytes, measure
 from .pilot import MTP_KINDS, Pilot, Rules
 from .policy import Gpu, MtpPolicy, Pairing, static_default
 from .kv import KV
@@ -156,6 +156,8 @@ def within_memory(target: Target, d: Drafters, machine: Device, s: Settings,
     size = measure(target, d.made, s.draft_block_size or AUTO_K, s.places)
     most, least = size.largest(limit), want if want and s.context_length else min([LEAST, *known])
     if most >= least:
+        bound_pool(limit)
+        log.info('Memory for %s tokens: %s.', most if want is None else min(most, want), size.account(limit, most if want is None else min(most, want)))
         if want and most < want: log.warning('%s Longer requests are refused.', size.sentence(limit, want))
         return d, want and min(want, most)
     why = size.sentence(limit, least)
