@@ -20,31 +20,18 @@ from .answer import Plan, Seat, decode_step
 from .company import Company, Together, run_ragged
 from .core import Accepted, Forward, Proposal, Rows, StepResult
 from .gate import GateStep, Step
-from .law import NO_DRAFTS, DraftLaw, Law
+from .law import NO_DRAFTS, DraftLaw, JointLaw, Law, kin
 from .pilot import PUBLISH_EVERY, plain
 from .ragged import Ragged
 from .rounds import CLEAR_EVERY, Flight, arms, chunk_of, detail_of, emitted, observe, to_host
 from .target import Target
 
 # %% auto #0
-__all__ = ['JointLaw', 'kin', 'Asked', 'say_all', 'BatchFlight', 'Unit', 'launch_together', 'commit_plain', 'plain_together',
-           'Verdict', 'block_of', 'judge_all', 'commit_round', 'verify_together', 'Choice', 'offered', 'choose',
-           'draft', 'tell', 'draft_all', 'run_choice', 'unit_step']
+__all__ = ['Asked', 'say_all', 'BatchFlight', 'Unit', 'launch_together', 'commit_plain', 'plain_together', 'Verdict', 'block_of',
+           'judge_all', 'commit_round', 'verify_together', 'Choice', 'offered', 'choose', 'draft', 'tell',
+           'draft_together', 'draft_all', 'run_choice', 'unit_step']
 
 # %% ../nbs/31_batch.ipynb #baa98779
-class JointLaw(Law):
-    "A law over the rows of several requests, with the noise of each."
-    def __init__(self, law: Law, keys: list[int]): # one of them; noise keys of all rows
-        self.__dict__.update(vars(law))
-        self._joint = keys
-    def keys(self, position: int, rows: int, purpose: int = 0) -> list[int]: return self._joint
-
-def kin(law: Law) -> tuple | None: # None: to be asked alone
-    "What laws must have in common to be asked together."
-    p = law.params
-    if law.penalised or law.mask or law.rejects or p.logit_bias or p.min_tokens or p.logprobs is not None: return None
-    return p.temperature, p.top_p, p.top_k, p.min_p
-
 @dataclass
 class Asked:
     "The rows of one request in a forward, and what its law needs to know of them."
@@ -317,10 +304,27 @@ def tell(unit: Unit, rows: int) -> None:
     if not (warning := unit.company.warning(rows, unit.ends)): return
     for s in unit.seats: s.seq.stats.level, s.seq.stats.warning = 'none', s.seq.stats.warning or warning
 
+def draft_together(unit: Unit, offers: list[dict[str, int]], k: int) -> dict[int, Proposal]: # index of a request -> its proposal
+    "What heads propose that can draft for several sequences in one forward, for those who would ask them first."
+    groups: dict[int, list[tuple[int, Any]]] = {}
+    for i, s in enumerate(unit.seats if k > 1 else ()):
+        g = next((g for g in s.run.guests if g.kind in offers[i]), None)
+        if g and g.state is not None and hasattr(g.drafter, 'side_by_side'): groups.setdefault(id(g.drafter), []).append((i, g))
+    out: dict[int, Proposal] = {}
+    for them in groups.values():
+        ids, guests = zip(*them, strict=True)
+        runs = [unit.seats[i].run for i in ids]
+        if len(ids) < 2 or not guests[0].drafter.side_by_side([g.state for g in guests]): continue
+        ks = [min(k, r.seq.remaining, offers[i][g.kind]) - 1 for i, g, r in zip(ids, guests, runs, strict=True)]
+        laws = [DraftLaw(r.law, len(r.seq.tokens), r.past) for r in runs]
+        out |= zip(ids, guests[0].drafter.propose([g.state for g in guests], ks, laws), strict=True)
+    return {i: p for i, p in out.items() if len(p)}
+
 def draft_all(unit: Unit, c: Choice) -> tuple[list[Proposal], int]: # proposals, rows of the block
     "Everybody's proposal, cut to a width that may run."
     widths = unit.company.widths(unit.ends, unit.k)
-    proposals = [draft(unit, i, o, c.step.k) for i, o in enumerate(c.offers)]
+    made = draft_together(unit, c.offers, c.step.k)
+    proposals = [made.get(i) or draft(unit, i, o, c.step.k) for i, o in enumerate(c.offers)]
     need = max(map(len, proposals)) + 1
     if need == 1: return proposals, 1
     rows = next((w for w in widths if w >= (c.step.k if unit.fixed else need)), widths[-1])

@@ -118,7 +118,7 @@ def branch_step(seat: Seat, company: Company) -> tuple[str, int]: # lane: 'hyper
         return lane, rows if lane == 'mtp' else 0
     t0, reason = time.perf_counter(), None
     proposals = candidates(run, arms(run, want.k), want.k)
-    draft_s, widths = time.perf_counter() - t0, company.widths([run.cached] * len(proposals), k)
+    draft_s, widths = time.perf_counter() - t0, company.widths([run.cached] * len(proposals), k) if proposals else ()
     m = len(proposals) if widths else min(1, len(proposals))
     if m > 1:
         need = max(map(len, proposals)) + 1

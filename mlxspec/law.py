@@ -21,7 +21,7 @@ from .core import Params, Rows
 # %% auto #0
 __all__ = ['PerRow', 'TOKEN', 'DRAFT', 'ACCEPT', 'RESIDUAL', 'Mask', 'NO_DRAFTS', 'COLDEST', 'normalise', 'alike', 'top_p',
            'min_p', 'top_k', 'filtered', 'Past', 'penalise', 'noise_key', 'gumbel', 'uniform', 'masks', 'endless',
-           'checked', 'Law', 'spread', 'DraftLaw']
+           'checked', 'Law', 'spread', 'DraftLaw', 'JointLaw', 'kin', 'draw_all']
 
 # %% ../nbs/04_law.ipynb #e83c850a
 def normalise(logits: mx.array, # [L, V]
@@ -273,3 +273,27 @@ class DraftLaw:
     def logprobs(self) -> mx.array | None: # [n, V]; None when the law does not need them
         "The distributions that the drafts so far were drawn from."
         return mx.concatenate(self._drawn) if self._drawn else None
+
+# %% ../nbs/04_law.ipynb #89111b9c
+class JointLaw(Law):
+    "A law over the rows of several requests, with the noise of each."
+    def __init__(self, law: Law, keys: list[int]): # one of them; noise keys of all rows
+        self.__dict__.update(vars(law))
+        self._joint = keys
+    def keys(self, position: int, rows: int, purpose: int = TOKEN) -> list[int]: return self._joint
+
+def kin(law: Law) -> tuple | None: # None: to be asked alone
+    "What laws must have in common to be asked together."
+    p = law.params
+    if law.penalised or law.mask or law.rejects or p.logit_bias or p.min_tokens or p.logprobs is not None: return None
+    return p.temperature, p.top_p, p.top_k, p.min_p
+
+def draw_all(laws: list[DraftLaw | None], # None: this row is not wanted any more
+             logits: mx.array) -> mx.array: # [B, V] of a drafter -> [B] lazy token ids
+    "The next draft of each request."
+    if any(l is None for l in laws) or len({kin(l._law) for l in laws if l}) > 1 or laws[0] is None or kin(laws[0]._law) is None:
+        return mx.concatenate([l.draw(logits[i:i + 1]) if l else mx.zeros(1, dtype=mx.int32) for i, l in enumerate(laws)])
+    keys = [l._law.keys(l._position, 1)[0] for l in laws if l] if laws[0]._law.params.temperature else []
+    for l in laws:
+        if l: l._position += 1
+    return JointLaw(laws[0]._law, keys).rows(logits, 0).choice

@@ -18,27 +18,37 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.utils import infer_quant_config
 
-from ..core import PairError, Params, Proposal, SequenceView
+from ..core import MlxspecError, PairError, Params, Proposal, SequenceView
 from .base import check_hidden
-from ..law import DraftLaw, Law
+from ..law import DraftLaw, Law, draw_all
+from ..ragged import Ragged
+from ..target import close_enough
 
 # %% auto #0
-__all__ = ['BACKLOG', 'MtpState', 'catch_up', 'guess', 'MtpDrafter', 'fill', 'check_pair', 'widen_experts', 'try_out']
+__all__ = ['BACKLOG', 'FEW', 'MtpState', 'catch_up', 'guess', 'Shared', 'read_together', 'guess_together', 'runs_together',
+           'MtpDrafter', 'fill', 'check_pair', 'widen_experts', 'try_out']
 
 # %% ../../nbs/13_mtp.ipynb #b405fc6d
 BACKLOG = 256 # pairs: a prompt is read by so many at least, a rest leaves the newest of them
 
-@dataclass
+@dataclass(eq=False)
 class MtpState:
     "A head's memory of one sequence."
     seq: SequenceView
-    cache: list[KVCache]
+    own: list[KVCache]                                     # entries, unless they are shared
     tokens: list[int] = field(default_factory=list)        # collected, not read: t_{i+1} ...
     hidden: list[mx.array] = field(default_factory=list)   # ... and h_i, [n, H] each
     last: mx.array | None = None                           # [1, 1, H] output for the newest true pair
     guessed: int = 0                                       # entries that are guesses
     newest: mx.array | None = None                         # [n, H], its last row is h_i of the newest true pair
     start: int = 0                                         # pairs before the first entry, which are forgotten
+    shared: Any = None                                     # Shared: the entries are there
+
+    @property
+    def cache(self) -> list[KVCache]:
+        "The entries, which are the sequence's own from now on."
+        if self.shared: self.shared.part()
+        return self.own
 
     def take_back(self) -> None:
         "Remove the entries that were made from guesses."
@@ -88,7 +98,7 @@ class MtpState:
             self.start += n
             del self.tokens[:n]
 
-    def close(self) -> None: self.cache, self.tokens, self.hidden, self.last, self.newest = [], [], [], None, None
+    def close(self) -> None: self.own, self.tokens, self.hidden, self.last, self.newest, self.shared = [], [], [], None, None, None
 
 # %% ../../nbs/13_mtp.ipynb #cd8d4f4f
 def catch_up(drafter: Any, s: MtpState) -> None:
@@ -110,6 +120,67 @@ def guess(drafter: Any, s: MtpState, n: int, # drafts
             s.guessed += 1
     return mx.concatenate(drafts)
 
+# %% ../../nbs/13_mtp.ipynb #32a2d441
+FEW = 16 # collected pairs above which a sequence reads them alone, before it joins
+
+class Shared:
+    "The entries of several sequences' heads."
+    def __init__(self, states: list[MtpState]): # with entries of their own
+        self.states = states
+        self.cache = Ragged.merge([s.own for s in states], [s.own[0].offset for s in states])
+        for s in states: s.own, s.shared = [], self
+
+    @classmethod
+    def of(cls, states: list[MtpState]) -> Shared:
+        "As they are already, or anew."
+        old = states[0].shared
+        if old and len(old.states) == len(states) and all(a is b for a, b in zip(old.states, states, strict=True)): return old
+        for s in states: _ = s.cache
+        return cls(states)
+
+    def part(self) -> None:
+        "Everybody has entries of its own again."
+        for i, s in enumerate(self.states):
+            if s.shared is self: s.own, s.shared = self.cache.extract(i), None
+
+def read_together(drafter: Any, g: Shared) -> None:
+    "Read the collected pairs of all."
+    counts = [len(s.tokens) for s in g.states]
+    n, like = max(counts), next((s.hidden[0] for s in g.states if s.hidden), None)
+    if like is None: return
+    pad = lambda h: mx.pad(h, [(0, n - h.shape[0]), (0, 0)])
+    hidden = mx.stack([pad(mx.concatenate(s.hidden) if s.hidden else like[:0]) for s in g.states])
+    out = drafter.net(drafter.embed(mx.array([s.tokens + [0] * (n - c) for s, c in zip(g.states, counts, strict=True)])), hidden, g.cache.entries)
+    g.cache.advance(counts)
+    for i, (s, c) in enumerate(zip(g.states, counts, strict=True)):
+        if c: s.last, s.tokens, s.hidden = out[i:i + 1, c - 1:c], [], []
+
+def guess_together(drafter: Any, g: Shared, ks: list[int], # drafts of each
+                   laws: list) -> list[mx.array]: # [k] lazy token ids of each; laws: DraftLaws
+    "Draft for all sequences, one forward per draft."
+    hidden, ends = mx.concatenate([s.last for s in g.states if s.last is not None]), list(g.cache.places.ends)
+    drafts: list[mx.array] = [] # [B] each
+    for i in range(max(ks)):
+        drafts.append(draw_all([l if i < k else None for l, k in zip(laws, ks, strict=True)], drafter.logits(hidden.swapaxes(0, 1))[0]))
+        if i + 1 < max(ks):
+            hidden = drafter.net(drafter.embed(drafts[-1][None]).swapaxes(0, 1), hidden, g.cache.entries)
+            g.cache.advance([1] * len(ks))
+    g.cache.advance([a - b for a, b in zip(ends, g.cache.places.ends, strict=True)]) # guesses do not count
+    block = mx.stack(drafts, axis=1)
+    return [block[i, :k] for i, k in enumerate(ks)]
+
+def runs_together(drafter: Any, states: list[MtpState]) -> bool: # two or more that are ready
+    "Whether a head says for several sequences nearly what it says for each; tried on copies."
+    alone, both = ([s.fork(s.seq) for s in states] for _ in range(2))
+    laws = [DraftLaw(Law(Params(), drafter.target.vocab_size), 2) for _ in states]
+    try:
+        for s in alone: catch_up(drafter, s)
+        g = Shared.of(both)
+        read_together(drafter, g)
+        mx.eval(guess_together(drafter, g, [3] * len(states), laws))
+        return all(close_enough(a.last, b.last) for a, b in zip(alone, both, strict=True))
+    except (MlxspecError, RuntimeError, ValueError, TypeError, AttributeError, IndexError): return False # it looks at its cache in another way
+
 # %% ../../nbs/13_mtp.ipynb #acbbf224
 class MtpDrafter:
     "Drafts with a head that reads pairs of a hidden state and the token after it."
@@ -121,6 +192,7 @@ class MtpDrafter:
         self.net, self.target, self.max_drafts, self.path = net, target, block_size - 1, path
         self.name = path.resolve().name if path else target.name
         self.dtype = target.embed(mx.array([[0]])).dtype
+        self._together: bool | None = None # whether it can draft for several sequences; None: nobody has tried
 
     def embed(self, ids: mx.array) -> mx.array: return self.target.embed(ids) # [B, n] -> [B, n, H]
     def logits(self, out: mx.array) -> mx.array: return self.target.head(out.astype(self.dtype)) # [B, n, H] -> [B, n, V]
@@ -128,8 +200,20 @@ class MtpDrafter:
     def open(self, seq: SequenceView) -> MtpState: return MtpState(seq, [KVCache() for _ in self.net.layers])
     def ready(self, state: MtpState) -> bool: return state.last is not None or bool(state.tokens)
 
+    def side_by_side(self, states: list[MtpState]) -> bool:
+        "Whether these sequences can have their guesses in one forward."
+        if not all(map(self.ready, states)): return False
+        if self._together is None: self._together = runs_together(self, states)
+        return self._together
+
     def propose(self, states: list[MtpState], ks: list[int], laws: list) -> list[Proposal]:
-        return [self._one(s, k, law) for s, k, law in zip(states, ks, laws, strict=True)]
+        if len(states) == 1 or not self.side_by_side(states): return [self._one(s, k, law) for s, k, law in zip(states, ks, laws, strict=True)]
+        for s in states:
+            if len(s.tokens) > FEW: catch_up(self, s)
+        g = Shared.of(states)
+        read_together(self, g)
+        drafts = guess_together(self, g, ks, laws)
+        return [Proposal(d, (self.kind,) * k, law.logprobs) for d, k, law in zip(drafts, ks, laws, strict=True)]
 
     def _one(self, s: MtpState, k: int, law: Any) -> Proposal:
         if not self.ready(s): return Proposal([], (), reason='no_hidden_state')
