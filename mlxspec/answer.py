@@ -16,8 +16,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+import mlx.core as mx
+
 from .bands import settle
-from .core import Cancelled, Chunk, Drafter, Emitted, EngineError, MlxspecError, RequestStats
+from .core import Cancelled, Chunk, Drafter, Emitted, EngineError, MlxspecError, RequestStats, out_of_memory
 from .exactness import AHEAD, Exactness
 from .gate import Step
 from .law import Mask
@@ -25,10 +27,11 @@ from .pilot import Course, Pilot, plain
 from .rounds import Running, arms, open_running, prefill_step, step
 from .sequence import Sequence
 from .target import Target
+from .text import inside_thought
 
 # %% auto #0
-__all__ = ['Result', 'Plan', 'Request', 'inside_thought', 'explore', 'taking_part', 'Seat', 'sorry', 'result_of', 'choose_step',
-           'follow', 'decode_step', 'answer']
+__all__ = ['Result', 'Plan', 'Request', 'explore', 'taking_part', 'Seat', 'sorry', 'result_of', 'choose_step', 'follow',
+           'decode_step', 'answer']
 
 # %% ../nbs/31_answer.ipynb #983b08c4
 @dataclass
@@ -63,6 +66,7 @@ class Plan:
     think: tuple[int, int] | None = None # token ids that open and close a thought
     exactness: Exactness | None = None # which blocks may run; None: nobody will ask
     prefix: Any = None                # PrefixStore of `mlxspec.prefix`: the state of earlier prompts; None: no prompt is remembered
+    special: frozenset[int] = frozenset() # token ids that begin or end messages
 
 @dataclass(eq=False)
 class Request:
@@ -80,11 +84,6 @@ class Request:
         return self.cancelled.is_set() or self.future.cancelled()
 
 # %% ../nbs/31_answer.ipynb #987f7aff
-def inside_thought(prompt: list[int], think: tuple[int, int] | None) -> bool:
-    "Whether a prompt ends inside a thought."
-    if think is None: return False
-    return next((t == think[0] for t in reversed(prompt) if t in think), False)
-
 def explore(run: Running, x: Exactness | None) -> Iterator[str]:
     "Probe as far as a request may come."
     if x is None or not run.guests: return
@@ -137,7 +136,7 @@ class Seat:
             yield 'prefill'
         kinds = [g.kind for g in self.run.guests]
         own = 'prediction' if 'prediction' in kinds and seq.params.prediction else None
-        if kinds: self.course = plan.pilot.open(kinds, plan.think, inside_thought(seq.tokens, plan.think), seq.stats, own)
+        if kinds: self.course = plan.pilot.open(kinds, plan.think, inside_thought(seq.tokens, plan.think, plan.special), seq.stats, own)
 
     def deliver(self, chunk: Chunk) -> None:
         "Hand out what a step has added."
@@ -156,8 +155,12 @@ class Seat:
         self._end('completed', result_of(self.seq, self.chunks))
 
     def fail(self, e: BaseException) -> None:
-        "The request ends with an error."
+        "The request ends with an error. Where memory was short, what everybody can do without is given back."
         self._end('cancelled' if isinstance(e, Cancelled) else 'failed', e)
+        if not out_of_memory(e): return
+        if self.run: self.run.cache = []
+        if self.plan.prefix: self.plan.prefix.drop()
+        mx.clear_cache()
 
     def _end(self, kind: str, value: Any) -> None:
         if self.ended: return
@@ -194,7 +197,7 @@ def choose_step(seat: Seat,
     widest = target.ways.max_width(run.cached, seat.plan.k)
     ready = arms(run, widest) if widest > 1 else {}
     want = course.choose((first or {}) | ready if ready else {}, run.cached)
-    return want, 'exactness_context' if widest == 1 else course.why
+    return want, 'exactness_context' if widest == 1 else 'drafter_failed' if course.why == 'no_match' and any(g.resting for g in run.guests) else course.why
 
 def follow(seat: Seat, want: Step, why: str,
            ahead: bool = True, # a plain step may queue the next one

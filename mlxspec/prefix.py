@@ -30,11 +30,11 @@ from .rounds import Running
 from .scheduler import ModelWorkScheduler
 from .shelf import LEAST, Record, Shelf, chunk_ends, shared
 from .target import Target, entries_of
+from .text import special_ids
 
 # %% auto #0
 __all__ = ['READ', 'TAIL', 'PIECES', 'log', 'can_freeze', 'by_rows', 'first_rows', 'freeze', 'thaw', 'spans', 'said',
-           'chunks_matter', 'State', 'spare', 'needs', 'Visit', 'PrefixStore', 'special_ids', 'prefix_store',
-           'about_files']
+           'chunks_matter', 'State', 'spare', 'needs', 'Visit', 'PrefixStore', 'prefix_store', 'about_files']
 
 # %% ../nbs/32_prefix.ipynb #7518c0fc
 def can_freeze(entry: Any) -> bool:
@@ -289,11 +289,6 @@ def _plain(value: Any) -> bool: # can it be written?
     return True
 
 # %% ../nbs/32_prefix.ipynb #8f883c64
-def special_ids(tokenizer: Any) -> frozenset[int]: # of mlx-lm or transformers
-    "Tokens that stand for no text: templates mark messages with them."
-    added = getattr(tokenizer, 'added_tokens_decoder', {})
-    return frozenset(getattr(tokenizer, 'all_special_ids', [])) | {i for i, t in added.items() if t.special}
-
 def prefix_store(target: Target, drafters: tuple, machine: Device, s: Settings, scheduler: ModelWorkScheduler) -> PrefixStore:
     "A store as the options say."
     disk = s.prefix_disk_bytes if s.prefix_cache_bytes else 0

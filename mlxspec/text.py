@@ -14,7 +14,7 @@ from typing import Any
 from .core import RequestError
 
 # %% auto #0
-__all__ = ['Piece', 'find_stop', 'undecided', 'TextStream', 'must_be_text', 'ChatFormat']
+__all__ = ['Piece', 'find_stop', 'undecided', 'TextStream', 'must_be_text', 'special_ids', 'inside_thought', 'ChatFormat']
 
 # %% ../nbs/09_text.ipynb #35df8b14
 def find_stop(text: str, # everything not yet shown
@@ -87,6 +87,19 @@ def must_be_text(text: str) -> None:
     try: text.encode()
     except UnicodeEncodeError as e: raise RequestError(f'The prompt holds half of a character, {text[e.start]!a}.', 'messages') from None
 
+def special_ids(tokenizer: Any) -> frozenset[int]: # of mlx-lm or transformers
+    "Tokens that stand for no text: templates mark messages with them."
+    added = getattr(tokenizer, 'added_tokens_decoder', {})
+    return frozenset(getattr(tokenizer, 'all_special_ids', [])) | {i for i, t in added.items() if t.special}
+
+def inside_thought(prompt: list[int],
+                   think: tuple[int, int] | None, # token ids that open and close a thought
+                   special: frozenset[int] = frozenset(), # token ids that begin or end messages: no thought reaches beyond them
+                  ) -> bool:
+    "Whether a prompt ends inside a thought. What somebody quotes in an earlier message is none."
+    if think is None: return False
+    return next((t == think[0] for t in reversed(prompt) if t in think or t in special), False)
+
 class ChatFormat:
     "How one model's tokenizer writes chats. Usable from any thread."
     def __init__(self, tokenizer: Any): # an mlx-lm TokenizerWrapper
@@ -95,6 +108,7 @@ class ChatFormat:
         self.think = (tokenizer.think_start, tokenizer.think_end) if tokenizer.has_thinking else None
         ids = (tokenizer.think_start_tokens, tokenizer.think_end_tokens) if self.think else ()
         self.think_ids = (ids[0][0], ids[1][0]) if ids and len(ids[0]) == len(ids[1]) == 1 else None # single-token markers only
+        self.special = special_ids(tokenizer)
         self.tool = (tokenizer.tool_call_start, tokenizer.tool_call_end) if tokenizer.has_tool_calling else None
         self.parse_call = tokenizer.tool_parser if self.tool else None # mlx-lm's: body of a call, tools -> the call
 
@@ -114,8 +128,9 @@ class ChatFormat:
             raise RequestError(': '.join(['The chat template cannot render these messages', *(w[:200] for w in said)]) + '.', 'messages') from e
 
     def opens_thought(self, prompt: list[int]) -> bool:
-        "Does the prompt end with the marker that opens a thought? Some templates say it for the target."
-        return self.think is not None and self.tokenizer.decode(prompt[-16:]).rstrip().endswith(self.think[0])
+        "Does the prompt end inside a thought? Some templates open it for the target. Markers of several tokens must stand at the very end."
+        if self.think_ids or self.think is None: return inside_thought(prompt, self.think_ids, self.special)
+        return self.tokenizer.decode(prompt[-16:]).rstrip().endswith(self.think[0])
 
     def encode_text(self, text: str) -> list[int]:
         "Tokenise raw text; special tokens are added at the start unless the text has them."

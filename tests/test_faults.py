@@ -164,3 +164,36 @@ def test_44_the_same_seed_says_the_same(opened, mode):
         assert [f.result(T)['choices'] for f in mine] == alone
         for f in others: f.result(T)
     assert [c.ask(**a)['choices'] for a in asked] == alone
+
+
+# ---- row 38: targets that fail, memory that does not suffice
+
+FAULTS = dict(raises=(ValueError('no such kernel'), 'engine_error'), memory=(MemoryError(), 'out_of_memory'),
+              malloc=(RuntimeError('[metal::malloc] Attempting to allocate 9 bytes'), 'out_of_memory'))
+
+
+@pytest.mark.parametrize(('name', 'mode'), [*((n, 'serial') for n in FAULTS), ('malloc', 'mtp_batch')])
+def test_38_a_target_that_fails_ends_one_request(opened, monkeypatch, name, mode):
+    "The request learns it; where memory was short, the states of earlier prompts are dropped; the next good request is answered as ever."
+    c, (fault, code), say = opened('head', scheduler_mode=mode), FAULTS[name], []
+    good = dict(prompt='the quick brown fox jumps over the lazy dog ' * 7)
+    first, target, submit = c.ask(**good)['choices'], c.engine._target, c.engine.submit
+    def fails(real):
+        def call(*args, **more):
+            if say: raise fault
+            return real(*args, **more)
+        return call
+    for f in ('forward', 'step'): monkeypatch.setattr(target, f, fails(getattr(target, f)))
+    def after_some(prompt, params, on_chunk): # the fault comes after the first tokens
+        return submit(prompt, params, lambda chunk: (on_chunk(chunk), say.append(1)))
+    for stream in (False, True):
+        assert c.get('/health')['prefix']['entries'] == 1
+        with monkeypatch.context() as m:
+            m.setattr(c.engine, 'submit', after_some)
+            r = c.post(dict(stream=stream), prompt='ab cd')
+        error = json.loads(r.text.split('data: ')[-1])['error'] if stream else r.json()['error']
+        assert error['code'] == code and 'kernel' not in r.text and r.status_code == (200 if stream else 500) and '[DONE]' not in r.text
+        say.clear()
+        health = c.get('/health')
+        assert health['status'] == 'ok' and health['prefix']['entries'] == (code != 'out_of_memory') and not health['scheduler']['running']
+        assert c.ask(**good)['choices'] == first

@@ -171,6 +171,9 @@ class Guest:
 
     def _invite(self) -> None: self.state = self._call(self.drafter.open, self.seq)
 
+    @property
+    def resting(self) -> bool: return self.state is None and self.failures > 0 # after a failure, for a while
+
     def ready(self) -> bool:
         "Whether asking for a proposal is worth while now. Asked once per step: that is how a resting drafter counts."
         if self._rest: self._rest -= 1
