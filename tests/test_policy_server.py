@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -30,7 +31,7 @@ from mlxspec.config import Settings, load_settings
 from mlxspec.core import ConfigError, Params
 from mlxspec.engine import Engine
 from mlxspec.evidence import Estimate, Sample
-from mlxspec.hints import Hint, HintFile, all_hints, hint_dir
+from mlxspec.hints import HINT_VERSION, Hint, HintFile, all_hints, encode, hint_dir, seal
 from mlxspec.policy import MtpPolicySnapshot, say
 from mlxspec.tiny import save_tiny, save_tiny_mtp
 
@@ -461,6 +462,87 @@ def test_the_cache_dir_decides_which_verdict_is_found(tiny, cache, hinted, monke
     monkeypatch.setattr('mlxspec.device.detect', amd)
     for where, want in ((hinted, 'settled'), (cache, 'profiling')):
         with application(tiny, where) as c: assert c.policy()['state'] == want
+
+
+# ---- a hint file that is not what it should be
+
+def cut(f): f.path.write_bytes(f.path.read_bytes()[:99])
+def newer(f): f.path.write_bytes(seal(dict(verdict='enable', strange=[1]), f.key, HINT_VERSION + 1))
+def foreign(f): f.path.write_bytes(encode(ENABLE, replace(f.key, target='another')))
+def a_directory(f): (f.path.unlink(), f.path.mkdir())
+def a_file_in_the_way(f): (shutil.rmtree(f.path.parent), f.path.parent.write_text('not a directory'))
+def unreadable(f): f.path.chmod(0)
+def read_only(f): (f.path.unlink(), f.path.parent.chmod(0o500))
+
+
+@pytest.fixture
+def stored(hinted, tmp_path, monkeypatch):
+    "A cache with an enable, of the test's own."
+    monkeypatch.setattr('mlxspec.device.detect', amd)
+    shutil.copytree(hinted, tmp_path/'cache')
+    (key,) = [k for k, _ in all_hints(hint_dir(tmp_path/'cache')) if k.strategy != 'none']
+    return HintFile(hint_dir(tmp_path/'cache'), key)
+
+
+def decline(p): # on the owner thread
+    while p.profiling: p.record(Sample(.010, .050, 25, 30, (3, 2)))
+
+
+@pytest.mark.parametrize('harm, words, kept', [
+    (cut, 'is ignored (not JSON) and measured again', True), (newer, 'is ignored (version 2, not 1) and measured again', True),
+    (foreign, 'is ignored (another pairing, machine or version) and measured again', True), (a_directory, 'in memory only: ', False),
+    (a_file_in_the_way, 'in memory only: ', False),
+    *(pytest.param(*p, marks=pytest.mark.skipif(os.name == 'nt' or os.geteuid() == 0, reason='the superuser may do everything')) for p in (
+        (unreadable, 'in memory only: ', True), (read_only, 'in memory only: ', False)))], ids=lambda v: getattr(v, '__name__', ''))
+def test_trouble_with_the_file_is_one_warning_and_a_new_measurement(harm, words, kept, tiny, stored, caplog):
+    cache = stored.path.parent.parent
+    harm(stored)
+    try:
+        with application(tiny, cache) as c:
+            assert state(c.policy()) == ('profiling', True)
+            c.engine.call(decline, c.engine._plan.pilot.policy)
+            assert state(c.policy()) == ('settled', False) and len(request(c.engine, 9).future.result(T).tokens) == 9
+        said = [r.getMessage() for r in caplog.records if r.levelname == 'WARNING']
+        assert len(said) == 1 and words in said[0]
+        with application(tiny, cache) as c: assert state(c.policy()) == (('settled', False) if kept else ('profiling', True))
+    finally: stored.path.parent.chmod(0o700)
+
+
+@pytest.mark.skipif(os.name == 'nt', reason='no limits')
+def test_a_disk_without_room_is_one_warning_and_the_old_file_stays(tiny, stored, caplog):
+    "The system refuses the write half-way, as a full disk does."
+    import resource
+    stored.save(replace(ENABLE, verdict='decline', written_at=1.))                   # too old to be believed, but there
+    before = {x.name: x.read_bytes() for x in stored.path.parent.iterdir()}
+    with application(tiny, stored.path.parent.parent) as c:
+        p, limits = c.engine._plan.pilot.policy, resource.getrlimit(resource.RLIMIT_FSIZE)
+        assert p.profiling
+        old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+        try: c.engine.call(decline, p)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            signal.signal(signal.SIGXFSZ, old)
+        assert state(c.policy()) == ('settled', False)
+    assert {x.name: x.read_bytes() for x in stored.path.parent.iterdir()} == before
+    said = [r.getMessage() for r in caplog.records if r.levelname == 'WARNING']
+    assert len(said) == 1 and 'in memory only' in said[0] and 'File too large' in said[0]
+
+
+def test_two_servers_at_once_share_a_cache(tiny, tmp_path):
+    "Both measure; the later verdict is kept whole, and the next server has it."
+    with Served(tmp_path, tiny) as a, Served(tmp_path, tiny) as b:
+        for s in (a, b): s.ready()
+        for _ in range(40):
+            bodies = [s.policy() for s in (a, b)]
+            if all(x['state'] == 'settled' for x in bodies): break
+            for s in (a, b): s.ask()
+        assert [state(x) for x in bodies] == [('settled', False)] * 2
+        assert a.stop() == b.stop() == []
+    assert {p.suffix for p in hint_dir(tmp_path).iterdir() if p.name != '.lock'} == {'.json'} # nothing half written, nothing put aside
+    with application(tiny, tmp_path) as c:
+        again = c.policy()
+        assert any({k for k in WIRE if again[k] != x[k]} == {'restored'} for x in bodies)
 
 
 # ---- who is measured
