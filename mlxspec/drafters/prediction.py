@@ -17,8 +17,8 @@ from ..core import Params, Proposal, RequestError, SequenceView
 from .base import register
 
 # %% auto #0
-__all__ = ['TAIL', 'MIN_MATCH', 'MANY', 'FURTHEST', 'NARROW', 'ROUNDS', 'LEAST', 'NAP', 'predicted_ids', 'admit_prediction',
-           'Script', 'PredictionState', 'Prediction', 'invited']
+__all__ = ['TAIL', 'MIN_MATCH', 'MANY', 'FURTHEST', 'NARROW', 'ROUNDS', 'LEAST', 'NAP', 'SHORT', 'predicted_ids',
+           'admit_prediction', 'Script', 'PredictionState', 'Prediction', 'invited']
 
 # %% ../../nbs/13_prediction.ipynb #6d14cab2
 TAIL = 8 # tokens of the prompt that the text is read with
@@ -75,7 +75,7 @@ class Script:
 # %% ../../nbs/13_prediction.ipynb #fdd64148
 NARROW = 2          # drafts after a miss
 ROUNDS, LEAST = 8, .2 # rounds looked back on, and the least share of right drafts
-NAP = 32            # steps between tries
+NAP, SHORT = 32, 4  # steps between tries; after two rounds in a row without a right draft
 
 @dataclass
 class PredictionState:
@@ -120,6 +120,7 @@ class PredictionState:
         useless = right < LEAST * n if self.trying else len(self.recent) == ROUNDS and good < LEAST * drafted
         if useless: self.nap = NAP
         elif self.trying: self.recent.clear()
+        elif [r for _, r in self.recent][-2:] == [0, 0]: self.nap = SHORT
         self.trying = False
 
 # %% ../../nbs/13_prediction.ipynb #aa928d7b
