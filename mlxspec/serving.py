@@ -12,12 +12,14 @@ import errno
 import ipaddress
 import json
 import logging
+import queue
 import re
 import signal
 import socket
 import threading
 import traceback
 from collections.abc import Callable
+from logging.handlers import QueueHandler
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +37,9 @@ from .scheduler import OwnerStopped
 from .server import make_app
 
 # %% auto #0
-__all__ = ['DRAIN_S', 'HURRY_S', 'LINGER_S', 'check_model_path', 'listen', 'url_of', 'is_local', 'key_of', 'access_of',
-           'file_limit', 'Server', 'Discreet', 'start_log', 'for_requests', 'load_model', 'gpu_here', 'warm',
-           'load_engine', 'serve']
+__all__ = ['DRAIN_S', 'HURRY_S', 'LINGER_S', 'MOST_LINES', 'check_model_path', 'listen', 'url_of', 'is_local', 'key_of',
+           'access_of', 'file_limit', 'Server', 'Discreet', 'Aside', 'start_log', 'for_requests', 'load_model',
+           'gpu_here', 'warm', 'load_engine', 'serve']
 
 # %% ../nbs/42_serving.ipynb #78eb023d
 def check_model_path(model: str | None) -> None:
@@ -156,11 +158,31 @@ class Discreet(logging.Formatter):
             e = e.__cause__ or (None if e.__suppress_context__ else e.__context__)
         return '\nafter\n'.join(parts)
 
+MOST_LINES = 10_000 # that may wait for whoever reads the log; what comes then is lost
+
+class Aside(QueueHandler):
+    "A handler on a thread of its own: whoever logs, the owner of the model among them, never waits for those who read."
+    def __init__(self, handler: logging.Handler):
+        super().__init__(queue.Queue(MOST_LINES))
+        self.setFormatter(handler.formatter)
+        handler.setFormatter(None)
+        self._thread = threading.Thread(target=self._write, args=(handler,), name='mlxspec-log', daemon=True)
+        self._thread.start()
+
+    def _write(self, handler: logging.Handler) -> None:
+        while (record := self.queue.get()) is not None: handler.handle(record)
+
+    def handleError(self, record: logging.LogRecord) -> None: pass # the queue is full
+    def close(self) -> None:
+        if not self.queue.full(): self.queue.put_nowait(None)
+        self._thread.join(1.0) # what still waits is written, unless nobody reads
+        super().close()
+
 def start_log(level: str) -> None: # 'debug', 'info', 'warning' or 'error'
     "Our own lines from `level` on, everybody else's warnings, on standard error."
     handler = logging.StreamHandler()
     handler.setFormatter(Discreet('%(asctime)s %(levelname)s %(name)s: %(message)s'))
-    logging.basicConfig(handlers=[handler])
+    logging.basicConfig(handlers=[Aside(handler)])
     _log.setLevel(level.upper())
 
 _log = logging.getLogger('mlxspec')

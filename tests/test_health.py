@@ -1,12 +1,17 @@
 """What /health says of the scheduler, in every mode: all of the contract, nothing that did not happen, one unit; and what a real server
 does with requests that wait, wait too long, are too many, or are left. (Told in nbs/30_scheduler.ipynb and nbs/30_admission.ipynb.)"""
+import fcntl
 import json
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 import urllib.error
 import urllib.request
 from concurrent.futures import wait
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -18,6 +23,7 @@ from mlxspec.engine import Engine
 from mlxspec.scheduler import LANES
 from mlxspec.tiny import byte_tokenizer, tiny_model
 
+OBEDIENT = Path(__file__).parent.parent/'tools'/'obedient.py'
 pytestmark = pytest.mark.usefixtures('quiet')
 SEEN = dict(serial='plain mtp', cooperative='plain mtp', ar_batch='plain plain_batch', mtp_batch='plain mtp plain_batch mtp_batch',
             mtp_cohort_experimental='plain mtp cohort', hyper='plain mtp hyper')
@@ -127,3 +133,21 @@ def test_a_prompt_that_nobody_waits_for_is_not_read_on(served, stream):
     s = until(served, lambda s: not s['running'])
     assert s['active_lane'] == 'prefill' and s['cancelled'] == before['scheduler']['cancelled'] + 1 # it never came to a token
     assert get(served + '/health')['prefix']['entries'] == before['prefix']['entries'] and answer(served) == want
+
+
+@pytest.mark.skipif(not hasattr(fcntl, 'F_SETPIPE_SZ'), reason='pipes have a size on Linux')
+def test_a_log_that_nobody_reads_holds_up_nobody():
+    "The pipe behind standard error is full; requests fail, each with some lines in the log, and good ones are answered."
+    r, w = os.pipe()
+    fcntl.fcntl(w, fcntl.F_SETPIPE_SZ, 4096)
+    p = subprocess.Popen([sys.executable, str(OBEDIENT), '--port', '0'], stdout=subprocess.PIPE, stderr=w, text=True)
+    try:
+        url = f'http://127.0.0.1:{p.stdout.readline().rpartition(":")[2].split("/")[0]}'
+        say = lambda text: post(url, dict(messages=[dict(role='user', content=text)]))
+        assert [say('fail')[0] for _ in range(40)] == [500] * 40
+        assert say('hello')[0] == 200 and get(url + '/health')['scheduler']['owner']['ready']
+    finally: p.kill()
+    p.communicate(timeout=T)
+    os.close(w)
+    assert len(os.read(r, 10_000)) > 2000 # it was full
+    os.close(r)
