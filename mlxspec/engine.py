@@ -22,7 +22,7 @@ from typing import Any
 from . import device
 from .admission import Admission
 from .config import Settings, load_settings
-from .core import Cancelled, Chunk, Params, RequestError, RequestStats
+from .core import Cancelled, Chunk, ConfigError, Params, RequestError, RequestStats
 from .policy import MtpPolicySnapshot
 from .scheduler import ModelWorkScheduler, OwnerStopped, scheduler_for, stopped
 
@@ -39,7 +39,7 @@ from .answer import Plan, Request, Result
 from .company import WAYS, Company
 from .drafters.prediction import admit_prediction
 from .lanes import BATCHES, Floor, check_mode, make_mode
-from .pairing import AUTO_K, DEMO, exact_only, gather, identity, make_exactness, make_pilot, memo_file, within_memory
+from .pairing import AUTO_K, exact_only, gather, identity, kv_of, load_target, make_exactness, make_pilot, memo_file, within_memory
 from .prefix import prefix_store
 from .sequence import Sequence
 from .target import Target
@@ -94,27 +94,28 @@ def _remember(cell: tuple[tuple, int] | None, engine: Any) -> Any: # the engine
     return engine
 
 # %% ../nbs/33_engine.ipynb #e14b8455
-def _load_target(model: str | Path, settings: Settings) -> tuple[Target, device.Device]:
+def _load_target(settings: Settings) -> tuple[Target, device.Device]:
     "On the owner thread: prepare MLX and load the weights."
     machine = device.detect()
     device.set_compile(settings.compile, machine)
-    return Target.load(model), machine
+    return load_target(settings), machine
 
-def _take_over(model: Any, tokenizer: Any, config: dict | None, name: str) -> Callable[[], tuple[Target, device.Device]]:
+def _take_over(model: Any, tokenizer: Any, config: dict | None, name: str, settings: Settings) -> Callable[[], tuple[Target, device.Device]]:
     "On the caller's thread, which made the lazy arrays and alone can evaluate them; what it returns is for the owner's."
     import mlx.core as mx
     mx.eval(model) # also those that are no parameters
     config = config or (vars(model.args) if hasattr(model, 'args') else {})
-    return lambda: (Target(model, tokenizer, config, name), device.detect())
+    return lambda: (Target(model, tokenizer, config, name, kv=kv_of(settings)), device.detect())
 
 # %% ../nbs/33_engine.ipynb #4614cbeb
 def make_plan(target: Target, machine: device.Device, settings: Settings,
               think: tuple[int, int] | None, # token ids that open and close a thought
               publish: Callable[[MtpPolicySnapshot], object], # told every new policy snapshot
+              closing: Callable[[], bool] = lambda: False, # nobody waits for it any more
              ) -> tuple[Plan, int | None]: # most tokens of prompt and answer; None: unlimited
     "Drafters, exactness, policy and gate. ConfigError, ModelError or PairError when they cannot be as asked."
     drafters, most = within_memory(target, gather(target, settings), machine, settings)
-    exactness = make_exactness(target, drafters.made, machine, settings)
+    exactness = make_exactness(target, drafters.made, machine, settings, closing)
     pilot = make_pilot(target, drafters.made, machine, settings, publish, exactness)
     drafters = exact_only(drafters, exactness, settings)
     return Plan(settings.draft_block_size or AUTO_K, settings.prefill_chunk_tokens, drafters, pilot, think, exactness=exactness), most
@@ -123,6 +124,7 @@ def make_company(target: Target, plan: Plan, machine: device.Device, settings: S
     "How batches run. ConfigError when the mode cannot."
     mode = settings.scheduler_mode
     if mode not in BATCHES: return None
+    if target.kv.mode: raise ConfigError(f'Mode {mode} cannot run with {target.kv.option}: such caches do not run side by side. Modes serial and cooperative can.')
     company = Company(target, plan.k, WAYS, memo_file(target, machine, plan.k, settings, 'company'), settings.exactness == 'off', settings.mtp_allow_inexact)
     check_mode(mode, target.name, plan.drafters, company.abilities, target.ways.rows > 1)
     return company
@@ -167,7 +169,7 @@ def assemble(target: Target, machine: device.Device, settings: Settings, schedul
              think: tuple[int, int] | None, # token ids that open and close a thought
              publish: Callable[[MtpPolicySnapshot], object]) -> Parts:
     "Decide all that is decided once."
-    plan, context = make_plan(target, machine, settings, think, publish)
+    plan, context = make_plan(target, machine, settings, think, publish, lambda: scheduler.closing)
     plan = replace(plan, prefix=prefix_store(target, plan.drafters.made, machine, settings, scheduler))
     company = make_company(target, plan, machine, settings)
     floor = make_floor(target, plan, company, settings, scheduler)
@@ -201,8 +203,8 @@ def on_new_owner(make: Callable[[ModelWorkScheduler], Any], # runs on the new ow
     "Begin a thread that owns what is made on it."
     scheduler = scheduler_for(settings, device.leave_thread)
     try: return scheduler.submit_foreground(make, scheduler).result()
-    except BaseException:
-        scheduler.shutdown()
+    except BaseException as e: # whoever interrupts does not wait until a large file is read
+        scheduler.shutdown(timeout=2.0 if isinstance(e, KeyboardInterrupt) else 10.0)
         raise
 
 def options_of(settings: Settings | None, # None: environment and config files
@@ -246,7 +248,7 @@ class Asking:
     def submit(self, prompt: list[int], params: Params, on_chunk: Callable[[Chunk], object] | None = None) -> Job: raise NotImplementedError
 
     def encode(self, prompt: str | list[int] | list[dict]) -> list[int]:
-        "Token ids of a text, of chat messages, or of token ids; RequestError for anything else."
+        "Token ids of raw text, of chat messages (by the model's template), or of token ids; RequestError for anything else."
         if isinstance(prompt, str): return self.chat.encode_text(prompt)
         things: list[Any] = list(prompt) if isinstance(prompt, list | tuple) else [None]
         if all(isinstance(t, int) and not isinstance(t, bool) for t in things): return things
@@ -256,7 +258,7 @@ class Asking:
     def _submit(self, prompt: Any, params: dict) -> Submit:
         return lambda out: self.submit(self.encode(prompt), self.settings.params(**params), out)
 
-    def generate(self, prompt: str | list[int] | list[dict], # text, token ids or chat messages
+    def generate(self, prompt: str | list[int] | list[dict], # raw text, which no template is put around; token ids; or chat messages
                  **params) -> Result: # fields of Params
         "The whole answer. An interrupt cancels it."
         self._scheduler.may_wait()
@@ -298,7 +300,7 @@ class Engine(Asking):
         "Load weights on a new owner thread. ConfigError, ModelError, PairError or BackendError when that fails; nothing is left behind."
         _close_previous(cell := _cell(2))
         s = options_of(settings, options | dict(model=model and str(model), drafter=drafter))
-        return _remember(cell, on_new_owner(lambda owner: cls(owner, *_load_target(s.model or DEMO, s), s, s.model is None), s))
+        return _remember(cell, on_new_owner(lambda owner: cls(owner, *_load_target(s), s, s.model is None), s))
 
     @classmethod
     def from_model(cls, model: Any, # an mlx-lm model
@@ -306,7 +308,8 @@ class Engine(Asking):
                    *, name: str = 'model', config: dict | None = None, settings: Settings | None = None, **options) -> Engine:
         "Serve a model that is already loaded. Leave it to the engine afterwards: its thread runs it."
         s, cell = options_of(settings, options), _cell(2)
-        take = _take_over(model, tokenizer, config, name)
+        if options.get('adapter_path'): raise ConfigError('adapter_path is for Engine.load; a model in memory brings its adapter along.')
+        take = _take_over(model, tokenizer, config, name, s)
         return _remember(cell, on_new_owner(lambda owner: cls(owner, *take(), s), s))
 
     def submit(self, prompt: list[int], params: Params, on_chunk: Callable[[Chunk], object] | None = None) -> Job:
