@@ -334,7 +334,7 @@ def test_command(tmp_path, capsys, monkeypatch):
     assert body['identical'] and {(t['width'], t['strategy']) for t in body['trials']} == {(k, s) for k in (2, 3) for s in BOTH}
     assert all(t['cost'] > 0 and t['step_s'] > 0 for t in body['trials']) and list((tmp_path / 'cache' / 'exactness').glob('*.json'))
     load = Target.load
-    monkeypatch.setattr(Target, 'load', lambda path: Target(off_by_one(load(path).model), byte_tokenizer(), dict(max_position_embeddings=200), 'fake'))
+    monkeypatch.setattr(Target, 'load', lambda path, **kw: Target(off_by_one(load(path).model), byte_tokenizer(), dict(max_position_embeddings=200), 'fake'))
     assert cli.main(args[:-1]) == 1
     assert DECLINE.fullmatch(capsys.readouterr().out.strip().splitlines()[-1])
     assert cli.main(['probe', '--model', str(tmp_path / 'nowhere')]) == 2
