@@ -2,6 +2,7 @@
 import asyncio
 import contextlib
 import http.client
+import inspect
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 import urllib.request
+from concurrent.futures import Future
 from pathlib import Path
 
 import openai
@@ -20,12 +22,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
-from mlxspec import edge, feed, server, serving
+from mlxspec import budget, edge, feed, gate, server, serving
 from mlxspec.config import load_settings
-from mlxspec.core import EngineError
+from mlxspec.core import EngineError, RequestStats
 from mlxspec.host import Host
+from mlxspec.metrics import CAUSES, Ledger, cause
 from mlxspec.policy import STATES, MtpPolicySnapshot
 from mlxspec.stand_in import StandIn
 
@@ -713,13 +717,41 @@ def test_errors_reach_openai_clients_with_their_text(client):
 
 
 def test_metrics_of_the_real_model_add_up(served, client):
-    client.chat.completions.create(model='default', **COUNT)
-    with urllib.request.urlopen(served + '/metrics', timeout=T) as r: lines = [x.split() for x in r.read().decode().splitlines() if x[0] != '#']
-    values = lambda name: [float(v) for n, v in lines if n.partition('{')[0] == f'mlxspec:{name}']
-    drafted, accepted = (values(f'spec_decode_num_{w}_tokens_total') for w in ('draft', 'accepted'))
-    places = values('spec_decode_num_accepted_tokens_per_pos_total')
-    assert sum(drafted) >= sum(accepted) == sum(places) > 0 and places == sorted(places, reverse=True)
-    assert len(drafted) == len(accepted) and sum(values('generation_tokens_total')) > 20 and values('mlx_active_memory_bytes')[0] > 0
+    body = client.chat.completions.create(model='default', **COUNT)
+    with urllib.request.urlopen(served + '/metrics', timeout=T) as r: families = list(text_string_to_metric_families(r.read().decode()))
+    samples = [x for f in families for x in f.samples]
+    of = lambda name: {tuple(x.labels.values()): x.value for x in samples if x.name == f'mlxspec:{name}'}
+    drafted, accepted = (of(f'spec_decode_num_{w}_tokens_total') for w in ('draft', 'accepted'))
+    places = [v for _, v in sorted(of('spec_decode_num_accepted_tokens_per_pos_total').items(), key=lambda x: int(x[0][0]))]
+    assert set(accepted) == set(drafted) and all(accepted[k] <= drafted[k] for k in drafted)
+    assert sum(accepted.values()) == sum(places) > 0 and places == sorted(places, reverse=True)
+    assert all(of('spec_decode_num_drafts_total')[k] <= drafted[k] for k in drafted)
+    assert sum(of('generation_tokens_total').values()) >= body.usage.completion_tokens and of('mlx_active_memory_bytes')[()] > 0
+    answered = sum(of('request_success_total').values())
+    assert answered == of('time_to_first_token_seconds_count')[()] - sum(of('request_cancelled_total').get((s,), 0) for s in ('prefill', 'decode')) > 0
+    assert {x.labels['phase'] for x in samples if x.name == 'mlxspec:spec_step_seconds_count'} == {'draft', 'verify', 'commit'}
+    for f in families:
+        for x in f.samples:
+            if x.name.endswith('_bucket') and x.labels['le'] == '+Inf':
+                assert x.value == next(y.value for y in f.samples if y.name == x.name.replace('_bucket', '_count') and y.labels.items() <= x.labels.items())
+
+
+WORDS = [*re.findall("return f?'(.+)'", inspect.getsource(budget.why)), *re.findall("why = f'(.+)'", inspect.getsource(gate))] # of both gates
+
+
+@pytest.mark.parametrize('reason', [*WORDS, None])
+def test_transitions_have_reasons_from_a_closed_set(reason):
+    assert len(WORDS) == len(CAUSES) and len({cause(w) for w in WORDS}) == len(CAUSES)
+    ledger, stats, done = Ledger(), RequestStats(), Future()
+    ledger.open()
+    entry = ledger.open()
+    entry.stats = stats
+    stats.choice.switches.append({'at': 1, 'from': 'mtp 4', 'to': 'plain 1', 'reason': reason or 'a new gate has moods'})
+    done.set_result(None)
+    entry.end(done)
+    (x,) = [x for f in text_string_to_metric_families(ledger.text().decode()) for x in f.samples if x.name.endswith('spec_gate_transitions_total')]
+    assert set(x.labels) == {'from', 'to', 'reason'} and (x.labels['from'], x.labels['to']) == ('mtp', 'plain')
+    assert (x.labels['reason'] in CAUSES) is (reason is not None)
 
 
 def test_health_policy_models(served, client):
