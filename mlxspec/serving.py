@@ -163,18 +163,19 @@ MOST_LINES = 10_000 # that may wait for whoever reads the log; what comes then i
 class Aside(QueueHandler):
     "A handler on a thread of its own: whoever logs, the owner of the model among them, never waits for those who read."
     def __init__(self, handler: logging.Handler):
-        super().__init__(queue.Queue(MOST_LINES))
+        self._lines: queue.Queue = queue.Queue(MOST_LINES)
+        super().__init__(self._lines)
         self.setFormatter(handler.formatter)
         handler.setFormatter(None)
         self._thread = threading.Thread(target=self._write, args=(handler,), name='mlxspec-log', daemon=True)
         self._thread.start()
 
     def _write(self, handler: logging.Handler) -> None:
-        while (record := self.queue.get()) is not None: handler.handle(record)
+        while (record := self._lines.get()) is not None: handler.handle(record)
 
     def handleError(self, record: logging.LogRecord) -> None: pass # the queue is full
     def close(self) -> None:
-        if not self.queue.full(): self.queue.put_nowait(None)
+        if not self._lines.full(): self._lines.put_nowait(None)
         self._thread.join(1.0) # what still waits is written, unless nobody reads
         super().close()
 
