@@ -12,7 +12,7 @@ import pytest
 
 from mlxspec import policy
 from mlxspec.core import StepResult
-from mlxspec.evidence import MAX_SAMPLES, PERIOD, VERDICTS, Sample, Tally, verdict, why_not
+from mlxspec.evidence import MAX_SAMPLES, PERIOD, SHARE, VERDICTS, Sample, Tally, middle, verdict, why_not
 from mlxspec.hints import HintFile, HintKey
 from mlxspec.policy import REASONS, SCHEMA_VERSION, SET_IN, STATES, Gpu, MtpPolicy, MtpPolicySnapshot, Pairing, say
 
@@ -295,6 +295,21 @@ def test_the_least_evidence(t, why): assert why_not(t) == why
 def test_the_least_gain(n, log, says): # 24 samples of no scatter: 1.03 lies a little over the lower end of the first
     samples = [sample(math.exp(log))] * n
     assert verdict(samples, max(4, n)) == says
+
+@pytest.mark.parametrize('generation, on', [(None, False), (13, False), (14, False), (15, True), (16, True), (17, True)])
+def test_the_hardware_default_begins_with_the_m3(generation, on): assert policy.static_default(generation) is on
+
+def test_two_spikes_in_eight_steps_move_nothing(): assert middle([1.] * 6 + [99., 900.]) == 1.
+
+@pytest.mark.parametrize('verify_s, better', [(.04, .01), (.0025, .0025)], ids=['rounds lose', 'plain steps lose'])
+def test_the_losing_arm_costs_a_tenth_of_a_long_answer(verify_s, better):
+    t, lost, whole = Tally(4), 0., 0.
+    for _ in range(4000): # every step commits one token
+        arm = t.arm()
+        wall = verify_s if arm == 'spec' else .01
+        t.add(StepResult('verify', wall, 1, 4, 3, 0) if arm == 'spec' else StepResult('plain', wall, 1))
+        lost, whole = lost + wall - better, whole + wall
+    assert SHARE - .03 <= lost / whole <= SHARE + .01
 
 @pytest.mark.parametrize('arm', ['spec', 'plain'])
 def test_the_first_step_after_a_switch_is_warm_up(arm):
