@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from .config import ALL, FALSE, TABLE, TRUE, Row, Settings, either, load_settings, near_miss, read_file, settings_table, user_file
-from .core import ConfigError, MlxspecError
+from .core import ConfigError, MlxspecError, notice
 
 # %% auto #0
 __all__ = ['Command', 'COMMANDS', 'BY_PLACE', 'URL', 'UNWRITABLE', 'Parser', 'takes', 'add_options', 'command', 'parser_of',
@@ -158,7 +158,7 @@ def load(settings: Settings) -> Any: # an Engine with its weights loaded
     tell()
     try: return Engine.load(settings=settings)
     except KeyboardInterrupt:
-        complain('interrupted while loading.', 130)
+        notice('interrupted while loading.')
         raise
 
 def console() -> Any: # a rich console on standard output
