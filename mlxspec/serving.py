@@ -28,7 +28,7 @@ import uvicorn
 from .access import LOCAL, Access, digest
 from .config import Settings
 from .connection import MAX_CONNECTIONS, Connection
-from .core import ConfigError, ModelError, Params, PortBusy
+from .core import ConfigError, ModelError, Params, PortBusy, notice
 from .edge import Edge
 from .host import Host, fingerprint
 from .metrics import Ledger
@@ -121,6 +121,7 @@ class Server(uvicorn.Server):
             app, log_level=log_level, log_config=None, access_log=False, lifespan='off', http=type('_', (Connection,), dict(most=most)),
             server_header=False, timeout_graceful_shutdown=10))
         self.host, self.failures = host, list[BaseException]() # why it ends, when that was no signal
+        self.early = False # Ctrl+C while the model was loading
         host.hang_up = self.hang_up
 
     def hang_up(self, request_id: str) -> None:
@@ -131,6 +132,7 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         self.force_exit = self.should_exit and sig == signal.SIGINT # a second Ctrl+C does not wait
+        self.early = self.early or self.host.engine is None and sig == signal.SIGINT
         self.should_exit = self.host.stopping = True
 
     async def on_tick(self, counter: int) -> bool:
@@ -226,8 +228,8 @@ def load_engine(server: Server, settings: Settings, load: Callable[[Settings], A
     if not server.should_exit: print(f'mlxspec serves {what} at {where}', flush=True)
 
 def serve(settings: Settings, load: Callable[[Settings], Any] = load_model) -> None: # load: makes the engine
-    """Serve until a signal comes. Raises `MlxspecError` when that cannot be, and KeyboardInterrupt after a second Ctrl+C; then
-    nothing is left."""
+    """Serve until a signal comes. Raises `MlxspecError` when that cannot be, and KeyboardInterrupt after a second Ctrl+C, or one while the
+    model is loading; a load that is still going on then ends with the process."""
     start_log(settings.log_level)
     check_model_path(settings.model)
     access, gpu = access_of(settings), gpu_here()
@@ -241,7 +243,8 @@ def serve(settings: Settings, load: Callable[[Settings], Any] = load_model) -> N
         server.run([sock])
     finally:
         sock.close()
-        loader.join(10) # a stop in the middle of loading waits for the load, within reason
+        loader.join(1) # a stop in the middle of loading does not wait for a large file
         if host.engine: host.engine.close()
     if server.failures: raise server.failures[0]
-    if server.force_exit: raise KeyboardInterrupt
+    if server.early: notice('interrupted while loading.')
+    if server.early or server.force_exit: raise KeyboardInterrupt
