@@ -197,3 +197,28 @@ def test_38_a_target_that_fails_ends_one_request(opened, monkeypatch, name, mode
         health = c.get('/health')
         assert health['status'] == 'ok' and health['prefix']['entries'] == (code != 'out_of_memory') and not health['scheduler']['running']
         assert c.ask(**good)['choices'] == first
+
+
+# ---- row 41: what is remembered on disk
+
+def no_space(*args): raise OSError(28, 'No space left on device')
+
+
+DAMAGE = dict(cut=lambda p: p.write_bytes(p.read_bytes()[:len(p.read_bytes()) // 2]), empty=lambda p: p.write_bytes(b''), binary=lambda p: p.write_bytes(b'\xff\0' * 99),
+              version=lambda p: p.write_text(p.read_text().replace('"version":1', '"version":99').replace('"version": 1', '"version": 99')),
+              directory=lambda p: (p.unlink(), p.mkdir()), full_disk=lambda p: p.unlink())
+
+
+@pytest.mark.parametrize('how', DAMAGE)
+def test_41_damaged_memories_stop_no_server(opened, monkeypatch, tmp_path, how):
+    "Two servers at once on a directory whose files are damaged, or cannot be written: both start, measure again and say the same."
+    c = opened('head')
+    first = c.ask(temperature=1)['choices']
+    c.engine.close()
+    files = [p for p in tmp_path.rglob('*.json') if p.is_file()]
+    assert files
+    for p in files: DAMAGE[how](p)
+    if how == 'full_disk': monkeypatch.setattr('os.replace', no_space)
+    for c in [opened('head'), opened('head')]:
+        assert c.ask(temperature=1)['choices'] == first and c.get('/health')['status'] == 'ok'
+        assert c.get('/v1/internal/mtp-policy')['state'] == 'profiling'
