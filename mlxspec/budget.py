@@ -15,17 +15,16 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 from .core import StepResult
-from .estimates import Acceptance, Cost, Curve, tries
+from .estimates import Acceptance, Cell, Costs, Curve, ODD, Option, WARM_UP, tries
 from .gate import GateStep, Step, Switch, gate_snapshot, width_bucket
 
 # %% auto #0
-__all__ = ['log', 'Option', 'PLAIN', 'PURSE', 'expected_gain', 'Held', 'Look', 'Bucket', 'surprise', 'explain', 'Value',
-           'log_var', 'mixed', 'guess', 'values', 'better', 'why', 'Hopes', 'worth_a_look', 'BudgetState', 'as_step',
-           'start_look', 'switch', 'decide', 'learn', 'pay', 'BudgetGate']
+__all__ = ['log', 'PLAIN', 'PURSE', 'GUESS', 'expected_gain', 'Held', 'Look', 'Bucket', 'Mix', 'Value', 'mixed', 'log_var',
+           'guess', 'values', 'better', 'why', 'Hopes', 'worth_a_look', 'BudgetState', 'as_step', 'start_look',
+           'switch', 'decide', 'learn', 'pay', 'BudgetGate']
 
 # %% ../nbs/27_budget.ipynb #8eab8d90
 log = logging.getLogger(__name__)
-Option = tuple[str, int]
 PLAIN: Option = ('plain', 1)
 PURSE = 24.0 # tokens that a bucket may spend on looks at once
 
@@ -46,8 +45,8 @@ class Held:
     option: Option
     step: Step
     left: int                         # steps until it is decided anew
-    e: float                          # tokens per round and seconds per step when it was chosen
-    cost: float
+    e: float                          # tokens per step when it was chosen
+    cost: float                       # and seconds at pace 1
 
 @dataclass(slots=True)
 class Look:
@@ -55,87 +54,73 @@ class Look:
     option: Option
     step: Step
     left: int                         # steps to go
-    rate: float | None                # tokens per second given up meanwhile; None: unknown
+    against: Option                   # what would run otherwise
+    rate: float | None                # its tokens per second; None: unknown
     sample: bool                      # after acceptance (may end early) rather than cost
+    back: int                         # steps of what ran before that must follow
 
 @dataclass(slots=True)
 class Bucket:
     "What is known at one width and depth."
     near: Bucket | None               # neighbour in depth, for first guesses
     purse: float                      # tokens per sequence that looks may lose
-    cells: dict[Option, Cost] = field(default_factory=dict)
+    costs: Costs = field(default_factory=Costs)
     held: dict[Any, Held] = field(default_factory=dict)
     look: Look | None = None
     rest: float = 0.0                 # tokens until the next look may start
     tokens: float = 0.0               # clock: tokens per sequence
     ran: str | None = None            # arm of the last step
-    slow: float = 1.0                 # the whole machine is slower by this factor at the moment
-    alarm: tuple[str, Cost] | None = None # arm and cell whose steps have changed, not yet explained
-    others: list[bool] = field(default_factory=list) # whether steps of other arms have changed too
 
-# %% ../nbs/27_budget.ipynb #aa288b5b
-def surprise(b: Bucket, arm: str, c: Cost, odd: bool) -> None:
-    "Raise, explain or call off the alarm after a step of `arm`."
-    if b.alarm is None:
-        if len(c.odd) < (3 if b.look else 4): return
-        back = b.slow != 1 and 0.8 < c.factor() * b.slow < 1.25
-        if back: b.slow, c.odd = 1.0, []
-        else: b.alarm, b.others = (arm, c), []
-    elif arm == b.alarm[0]:
-        if c is not b.alarm[1]: return
-        if odd: del c.odd[:-4]
-        else: b.alarm = None
-    else:
-        b.others.append(odd and (c.odd[-1] > c.mean) == (b.alarm[1].factor() > 1))
-        if len(b.others) == 2: explain(b, c)
+# %% ../nbs/27_budget.ipynb #d5def27b
+GUESS = 0.02 # squared relative error of a cost that was never measured
 
-def explain(b: Bucket, c: Cost | None = None) -> None: # c: the cell that was looked at
-    "End the alarm: it was the machine if all others are off too (or there are none), else the arm."
-    assert b.alarm
-    (arm, cell), b.alarm = b.alarm, None
-    f = cell.factor()
-    if all(b.others):
-        b.slow *= f
-        cell.odd = []
-        if c: c.odd = []
-    else:
-        for (a, _), o in b.cells.items():
-            if a == arm and o.n >= 3:
-                o.move(f)
-                if o is not cell: o.at = min(o.at, b.tokens - 1000) # only inferred: look again soon
+class Mix(NamedTuple):
+    "A step of an arm that is silent now and then."
+    e: float                          # tokens
+    cost: float                       # seconds
+    rounds: float = 1.0               # share of the tokens that rounds bring
+    time: float = 1.0                 # share of the time that rounds take
+    slope: float = 0.0                # change of log(e / cost) with the chance q of a proposal
+    var: float = 0.0                  # squared error of q
 
-# %% ../nbs/27_budget.ipynb #f70557e3
 class Value(NamedTuple):
     "What is believed of one option."
     tps: float                        # tokens per second and sequence
-    e: float                          # tokens per step and sequence
-    cell: Cost | None                 # its cost, when it ever ran
+    mix: Mix
+    cell: Cell | None                 # when it ever ran
     known: bool                       # the cost is measured
     curve: Curve | None               # None for plain
-    extra: float                      # further squared relative error
-    hope: float                       # tps if the text has changed
-
-def log_var(o: Option, x: Value, p: Option, y: Value) -> float:
-    "Squared error of log(x.tps / y.tps)."
-    v = x.extra + y.extra
-    if x.known and x.cell: v += x.cell.var()
-    if y.known and y.cell: v += y.cell.var()
-    if o[0] == p[0]: return v + x.curve.var_between(o[1], p[1]) if x.curve else v
-    return v + (x.curve.var(o[1]) if x.curve else 0.0) + (y.curve.var(p[1]) if y.curve else 0.0)
+    costs: Costs                      # of its bucket
+    hope: float = 0.0                 # tps if the text has changed
 
 def mixed(q: float, # share of steps in which the arm proposes anything
           e: float, cost: float, base: float, # tokens and cost of its rounds, cost of a plain step
-         ) -> tuple[float, float, float]: # tokens, cost, squared relative error
-    "An arm that is silent now and then: rounds with chance q, plain steps otherwise."
+         ) -> Mix:
+    "Rounds with chance q, plain steps otherwise."
+    if q >= 0.99: return Mix(e, cost)
     e2, c2 = q * e + 1 - q, q * cost + (1 - q) * base
-    return e2, c2, q * (1 - q) * 0.026 * ((e - 1) / e2 - (cost - base) / c2) ** 2
+    return Mix(e2, c2, q * e / e2, q * cost / c2, (e - 1) / e2 - (cost - base) / c2, q * (1 - q) * 0.026)
+
+def log_var(o: Option, x: Value, p: Option, y: Value) -> float:
+    "Squared error of log(x.tps / y.tps)."
+    v, prices = 0.0, {o: 0.0, p: 0.0, PLAIN: 0.0}
+    for q, z, sign in ((o, x, 1), (p, y, -1)):
+        if not z.known: v += GUESS; continue
+        prices[q] += sign * z.mix.time
+        prices[PLAIN] += sign * (1 - z.mix.time)
+    v += x.costs.var(prices)
+    if o[0] == p[0]:
+        if not x.curve: return v
+        return v + (x.mix.slope - y.mix.slope) ** 2 * x.mix.var + x.mix.rounds * y.mix.rounds * x.curve.var_between(o[1], p[1])
+    for (_, k), z in ((o, x), (p, y)):
+        if z.curve: v += z.mix.slope ** 2 * z.mix.var + z.mix.rounds ** 2 * z.curve.var(k)
+    return v
 
 def guess(b: Bucket, arm: str, rows: Sequence[int], k: int) -> float: # seconds
     "Cost of an option that was never measured: by the neighbouring bucket, else by other K."
-    base, near = b.cells[PLAIN].mean, b.near.cells if b.near else {}
-    c, p = near.get((arm, k)), near.get(PLAIN)
-    if c and c.n >= 3 and p and p.n >= 3: return c.mean / p.mean * base
-    known = [(1, base)] + [(j, c.mean) for j in rows if (c := b.cells.get((arm, j))) and c.n >= 3]
+    base, near = b.costs.seconds(PLAIN), b.near.costs if b.near else None
+    if near and near.known((arm, k)) and near.known(PLAIN): return near.seconds((arm, k)) / near.seconds(PLAIN) * base
+    known = [(1, base)] + [(j, b.costs.seconds((arm, j))) for j in rows if b.costs.known((arm, j))]
     above = [t for t in known if t[0] > k]
     if not above: return min(x * (1 + 0.05 * (k - j)) for j, x in known)
     (j, x), (l, y) = max(t for t in known if t[0] < k), above[0]
@@ -144,19 +129,17 @@ def guess(b: Bucket, arm: str, rows: Sequence[int], k: int) -> float: # seconds
 def values(b: Bucket, arms: dict[str, Acceptance],
            ks: Mapping[str, Sequence[int]]) -> dict[Option, Value]:
     "Every option that could run now. Needs a measured plain step."
-    p = b.cells[PLAIN]
-    out = {PLAIN: Value(1 / p.mean, 1.0, p, True, None, 0.0, 0.0)}
+    costs, base = b.costs, b.costs.seconds(PLAIN)
+    out = {PLAIN: Value(1 / base, Mix(1.0, base), costs.cells[PLAIN], True, None, costs)}
     for arm, rows in ks.items():
         acc = arms[arm]
-        curve, q = acc.curve(rows[-1]), acc.offer
+        curve = acc.curve(rows[-1])
         for k in rows:
-            c, e, extra = b.cells.get((arm, k)), curve.e[k - 1], 0.0
-            known = c is not None and c.n >= 3
-            if known: cost = c.mean
-            else: cost, extra = guess(b, arm, rows, k), 0.02
-            hope = acc.hope[k - 1] / cost
-            if q < 0.99: e, cost, extra = mixed(q, e, cost, p.mean)
-            out[arm, k] = Value(e / cost, e, c, known, curve, extra, hope)
+            o = arm, k
+            known = costs.known(o)
+            cost = costs.seconds(o) if known else guess(b, arm, rows, k)
+            mix = mixed(acc.offer, curve.e[k - 1], cost, base)
+            out[o] = Value(mix.e / mix.cost, mix, costs.cells.get(o), known, curve, costs, acc.hope[k - 1] / cost)
     return out
 
 # %% ../nbs/27_budget.ipynb #22669ba2
@@ -173,10 +156,10 @@ def better(v: dict[Option, Value], cur: Option, # what runs
 
 def why(v: dict[Option, Value], old: Held, new: Option) -> str:
     "The reason of a switch, in words."
-    x, y = v[old.option], v[new]
+    x, y = v[old.option].mix, v[new].mix
     arm, k = old.option
     if k > 1 and x.e < 0.9 * old.e: return f'acceptance fell to {(x.e - 1) / (k - 1):.2f}'
-    if x.e / x.tps > 1.1 * old.cost: return f'{arm} steps got slower'
+    if x.cost / v[new].costs.pace > 1.1 * old.cost: return f'{arm} steps got slower'
     if new[1] > 1 and new[0] != arm: return f'acceptance {(y.e - 1) / (new[1] - 1):.2f} pays'
     return 'measured to be faster'
 
@@ -201,7 +184,7 @@ def worth_a_look(b: Bucket, v: dict[Option, Value], best: Option, # what runs
     y, found, parked = v[best], Hopes(max(1.0, PURSE / 4 / max(b.purse, 0.1))), {}
     for o, x in v.items():
         gap, same = 1 - x.tps / y.tps, o[0] == best[0]
-        loss = max(0.0, x.e * gap / (1 - gap)) # tokens lost per step
+        loss = max(0.0, x.mix.e * gap / (1 - gap)) # tokens lost per step
         if o == best or 2 * loss > b.purse: continue
         age = b.tokens - (x.cell.at if x.cell else 0.0)
         hope = expected_gain(gap, log_var(o, x, best, y))
@@ -209,9 +192,6 @@ def worth_a_look(b: Bucket, v: dict[Option, Value], best: Option, # what runs
             found.offer((100 + min(age, keep)) * hope, 3 * loss, o, False, 'not measured yet')
             continue
         drift = age / tau * expected_gain(gap, 0.01 if same else 0.09)
-        if x.cell and x.cell.before: # has the last move been undone?
-            back = x.tps * x.cell.mean / x.cell.before / y.tps - 1
-            drift += max(0.0, back) * min(age, 1000) / 2000
         found.offer(age / 2 * drift, 4 * loss, o, False, 'its cost may have changed')
         if o == PLAIN: found.offer(keep * hope, 3 * loss, o, False, 'too close to call'); continue
         n = 8.0 if gap < 0.0625 else max(2.0, 0.5 / gap) # steps until it is clear again
@@ -232,6 +212,8 @@ class BudgetState:
     PURSE: ClassVar[float] = PURSE    # what a bucket starts with and saves up to, tokens
     DWELL: ClassVar[int] = 6          # steps for which a decision stands
     LOOK: ClassVar[int] = 8           # most steps of a look at acceptance
+    SURE: ClassVar[float] = 0.01      # squared relative error of two costs that allows to switch right after a look
+    BACK: ClassVar[int] = ODD + 1     # steps of what ran before, after any other look: the other half of the sandwich
     FLOOR: ClassVar[float] = 0.01     # least lead for a switch
     Z: ClassVar[float] = 1.0          # and in standard errors
     REST: ClassVar[float] = 16.0      # tokens between looks
@@ -274,15 +256,15 @@ def as_step(o: Option, v: dict[Option, Value], width: int, reason: str, look: bo
     return Step(kind, o[1], o[0], reason, tps, rival and rival * width, look)
 
 def start_look(s: BudgetState, b: Bucket, o: Option, v: dict[Option, Value], width: int,
-               rate: float | None, sample: bool, reason: str) -> Step:
+               best: Option, sample: bool, reason: str) -> Step: # best: what would run otherwise
     "Run another option for a few steps."
     s.looks += 1
     if o != PLAIN:
         s.arms[o[0]].wake(s.idle(o[0])[1])
         s.arms[o[0]].at = s.tokens
-    c = b.cells.get(o)
-    if c and not sample: c.n = min(c.n, 12) # what it shows now counts more than what was long ago
-    b.look = Look(o, as_step(o, v, width, reason, True), s.LOOK if sample else 3, rate, sample)
+    rate, left = (v[best].tps if best in v else None), s.LOOK if sample else WARM_UP
+    sure = sample and b.costs.var({o: 1, best: -1}) < s.SURE
+    b.look = Look(o, as_step(o, v, width, reason, True), left, best, rate, sample, 0 if sure else s.BACK)
     return b.look.step
 
 def switch(s: BudgetState, v: dict[Option, Value], old: Held, new: Option, width: int) -> None:
@@ -299,8 +281,8 @@ def switch(s: BudgetState, v: dict[Option, Value], old: Held, new: Option, width
 def decide(s: BudgetState, b: Bucket, width: int, ks: Mapping[str, Sequence[int]],
            key: Any) -> Step: # key: the offers, hashable
     "Choose what to run in this bucket with these options."
-    p, b.look = b.cells.get(PLAIN), None
-    if p is None or p.n < 3: return start_look(s, b, PLAIN, {}, width, None, False, 'measure plain')
+    b.look = None
+    if not b.costs.known(PLAIN): return start_look(s, b, PLAIN, {}, width, PLAIN, False, 'measure plain')
     for arm in ks:
         if arm not in s.arms: s.arms[arm] = Acceptance()
     v, old = values(b, s.arms, ks), b.held.get(key)
@@ -308,26 +290,20 @@ def decide(s: BudgetState, b: Bucket, width: int, ks: Mapping[str, Sequence[int]
     if old is None and near and near.option in v: best = near.option
     elif old is None: best = max((o for o in v if v[o].known), key=lambda o: v[o].tps)
     else: best = better(v, old.option, s.FLOOR, s.Z)
-    if old and old.option == best: e, cost = max(old.e, v[best].e), old.cost
-    else: e, cost = v[best].e, v[best].e / v[best].tps
+    now = v[best].mix
+    if old and old.option == best: e, cost = max(old.e, now.e), old.cost
+    else: e, cost = now.e, now.cost / b.costs.pace
     if old and old.option != best: switch(s, v, old, best, width)
     s.now = b.held[key] = Held(best, as_step(best, v, width, 'best'), s.DWELL, e, cost)
-    rate = v[best].tps
-    if b.alarm and b.alarm[0] == best[0]:
-        others = [o for o in v if v[o].known and (o == PLAIN) != (best == PLAIN)]
-        if not others: explain(b)
-        else:
-            o = max(others, key=lambda o: v[o].tps)
-            return start_look(s, b, o, v, width, rate, False, 'is it the machine?')
     if b.rest <= 0:
         pick = worth_a_look(b, v, best, {a: s.idle(a) for a in ks}, s.TAU, s.KEEP)
-        if pick: return start_look(s, b, pick[0], v, width, rate, pick[1], pick[2])
+        if pick: return start_look(s, b, pick[0], v, width, best, pick[1], pick[2])
         b.rest = s.REST
     return s.now.step
 
 # %% ../nbs/27_budget.ipynb #835ac5b2
-def learn(s: BudgetState, b: Bucket, r: StepResult, rows: Sequence[tuple[int, int]]) -> Cost | None:
-    "Feed one step to its cost cell and its arm; None when the arm was silent."
+def learn(s: BudgetState, b: Bucket, r: StepResult, rows: Sequence[tuple[int, int]]) -> Cell | None:
+    "Feed one step to the costs and to its arm; None when the arm was silent."
     first, b.ran = b.ran is not None and b.ran != r.arm, r.arm
     if r.arm != 'plain':
         acc = s.arms.get(r.arm)
@@ -336,31 +312,26 @@ def learn(s: BudgetState, b: Bucket, r: StepResult, rows: Sequence[tuple[int, in
         if r.kind != 'verify': return None
         acc.add(tries(r, rows, acc.hazards))
         acc.at = s.tokens
-    c = b.cells.get((r.arm, r.k))
-    if c is None: c = b.cells[r.arm, r.k] = Cost()
-    if first: return c
-    c.at = b.tokens
-    odd = c.add(r.wall_s / b.slow)
-    if odd or b.alarm: surprise(b, r.arm, c, odd)
-    return c
+    if not first: b.costs.add((r.arm, r.k), r.wall_s, b.tokens)
+    return b.costs.cell((r.arm, r.k))
 
-def pay(s: BudgetState, b: Bucket, p: Look, r: StepResult, c: Cost | None, first: bool) -> None:
+def pay(s: BudgetState, b: Bucket, p: Look, r: StepResult, c: Cell | None, first: bool) -> None:
     "Charge a step of a look to the purse, and end the look when it is over or hopeless."
     if p.rate is not None:
-        cost, e, var, times = b.cells[PLAIN].mean, 1.0, 0.0, 1
+        cost, e, var, times = b.costs.seconds(PLAIN), 1.0, 0.0, 1
         if c is not None:
-            cost, times = c.mean or r.wall_s / b.slow, (0, 0, 0, 3, 1)[min(c.n, 4)] # after warm-up
+            cost, times = b.costs.seconds((r.arm, r.k)), WARM_UP if c.n == WARM_UP else c.n > WARM_UP # after warm-up
             if r.k > 1: curve = s.arms[r.arm].curve(r.k); e, var = curve.e[r.k - 1], curve.var(r.k)
-            if p.sample and not c.odd and e / cost * (1 + math.sqrt(var)) < p.rate: p.left = 0
+            var += b.costs.var({p.option: 1, p.against: -1}) if p.option != p.against else 0.0
+            if p.sample and e / cost * math.exp(math.sqrt(var)) < p.rate: p.left = 0
         loss = times * max(0.0, cost * p.rate - e)
         b.purse -= loss
         s.lost += loss
     if p.sample or not first: p.left -= 1
     if p.left > 0: return
     b.look = None
-    if c and not p.sample and not c.odd: c.before = 0.0
     if p.sample or p.option == PLAIN: b.rest = s.REST
-    for h in b.held.values(): h.left = 0
+    for h in b.held.values(): h.left = p.back
 
 # %% ../nbs/27_budget.ipynb #7d3395d4
 class BudgetGate(BudgetState):
@@ -378,7 +349,7 @@ class BudgetGate(BudgetState):
             if k == 1 or k in ks.get(arm, ()): return p.step
         key = tuple(ks.items())
         held = b.held.get(key)
-        if held is None or held.left <= 0 or b.alarm and b.alarm[0] == held.option[0]:
+        if held is None or held.left <= 0:
             return decide(self, b, width, ks, key)
         self.now = held
         return held.step

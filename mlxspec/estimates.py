@@ -7,58 +7,128 @@ Docs: https://mlxspec.github.io/mlxspec/estimates.html.md"""
 # %% ../nbs/26_estimates.ipynb #010d2bd3
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import numpy as np
 
 from .core import StepResult
 
 # %% auto #0
-__all__ = ['PRIOR', 'WEIGHT', 'MAX_ROWS', 'FLAT', 'LONG', 'SHORT', 'DOUBT', 'ADOPT', 'Cost', 'hazards', 'expected_tokens',
-           'spread', 'tries', 'Acceptance', 'Curve', 'make_curve']
+__all__ = ['Option', 'WARM_UP', 'ODD', 'NEW', 'RESTLESS', 'DRIFT', 'PRIOR', 'WEIGHT', 'MAX_ROWS', 'FLAT', 'LONG', 'SHORT',
+           'DOUBT', 'ADOPT', 'Cell', 'Costs', 'warm_up', 'shown', 'judged', 'jump', 'settle', 'correct', 'hazards',
+           'expected_tokens', 'spread', 'tries', 'Acceptance', 'Curve', 'make_curve']
 
-# %% ../nbs/26_estimates.ipynb #bf79122f
+# %% ../nbs/26_estimates.ipynb #28563c32
+Option = tuple[str, int]              # arm, verify rows
+WARM_UP = 3                           # steps of an option whose median counts
+ODD = 3                               # errors in a row that make a jump, and standard deviations that make an error odd
+NEW = 6                               # steps during which an arm has just been entered
+RESTLESS, DRIFT = 1e-4, 0.01 / 3000   # growth of squared errors: of the log pace per step, of a log price per token of absence
+
 @dataclass(slots=True)
-class Cost:
-    "Seconds of one step of one option."
-    n: int = 0                        # samples
-    mean: float = 0.0
-    dev: float = 0.0                  # average deviation
+class Cell:
+    "One option in the book."
+    row: int                          # in the filter's state
+    n: int = 0                        # steps seen
     at: float = 0.0                   # when it ran last, tokens
-    odd: list[float] = field(default_factory=list) # warm-up samples, later surprises in a row
-    before: float = 0.0               # level before the last move, until that is confirmed
+    noise: float = 0.05 ** 2          # variance of the log seconds of one step
+    first: list[float] = field(default_factory=list) # log seconds at pace 1 of the first steps, ascending
 
-    def add(self, x: float) -> bool: # seconds -> is it a surprise?
-        self.n += 1
-        if self.n <= 3: self._warm_up(x); return False
-        d, far = x - self.mean, 4 * self.dev + 0.1 * self.mean
-        surprise = not -far < d < far
-        if self.odd and (not surprise or (self.odd[-1] > self.mean) != (d > 0)): self._forgive(far)
-        if surprise: self.odd.append(x)
-        else: self._fold(x, far)
-        return surprise
+class Costs:
+    "Seconds per step of every option, and how sure they are."
+    def __init__(self):
+        self.cells: dict[Option, Cell] = {}
+        self.x = np.zeros(1)          # log pace, then the log prices (of seconds)
+        self.cov = np.zeros((1, 1))   # covariance of their errors
+        self.odd = 0                  # odd errors in a row; the sign says in which direction
+        self.arm: str | None = None   # that runs
+        self.left: str | None = None  # that ran before
+        self.steps = 0                # since then
+        self.blame = 0.25             # share of jumps that were the arm's
+        self.jumped: tuple[Option, float, float] | None = None # the last one: option, log price before, error
 
-    def _warm_up(self, x: float) -> None: # least of one or two samples, median of three
-        self.odd.append(x); self.odd.sort()
-        self.mean, self.dev = self.odd[self.n // 3], 0.05 * self.odd[self.n // 3]
-        if self.n == 3: self.dev, self.odd = max(self.dev, self.odd[1] - self.odd[0]), []
+    @property
+    def pace(self) -> float: return math.exp(self.x[0])
+    def known(self, o: Option) -> bool: return o in self.cells and self.cells[o].n >= WARM_UP
+    def seconds(self, o: Option) -> float: # of a step now, on average: the mean of a log-normal lies above its median
+        return math.exp(self.x[0] + self.x[self.cells[o].row] + self.cells[o].noise / 2)
 
-    def _forgive(self, far: float) -> None:
-        for y in self.odd[:4]: self._fold(y, far)
-        self.odd = []
+    def var(self, weights: Mapping[Option, float]) -> float:
+        "Squared error of the weighted sum of log prices; weights that add up to 0 compare."
+        w = [(self.cells[o].row, a) for o, a in weights.items() if a]
+        return max(0.0, sum(a * b * float(self.cov[i, j]) for i, a in w for j, b in w))
 
-    def _fold(self, x: float, far: float) -> None:
-        d = x - self.mean
-        self.mean += max(1 / self.n, 0.05) * (far if d > far else -far if d < -far else d)
-        self.dev += 0.05 * (min(abs(d), self.mean) - self.dev)
+    def cell(self, o: Option) -> Cell:
+        "The option's cell; a new one if there is none."
+        if o not in self.cells:
+            n = len(self.x)
+            self.cells[o], self.x, cov = Cell(n), np.append(self.x, 0.0), np.zeros((n + 1, n + 1))
+            cov[:n, :n], self.cov = self.cov, cov
+        return self.cells[o]
 
-    def factor(self) -> float: # what the surprises say, as a multiple of the mean
-        return sorted(self.odd)[len(self.odd) // 2] / self.mean
-    def move(self, f: float) -> None: # the level is another one now
-        self.before, self.mean, self.dev = self.mean, self.mean * f, self.dev * f
-        self.n, self.odd = 3, []
-    def var(self) -> float: # squared relative error of the mean
-        return (1.25 * self.dev / self.mean) ** 2 * max(1 / self.n, 0.026)
+    def add(self, o: Option, seconds: float, now: float) -> None: # now: tokens
+        "Learn from one step."
+        c, log_s = self.cell(o), math.log(seconds)
+        if o[0] != self.arm: self.arm, self.left, self.steps = o[0], self.arm, 0
+        age, c.at, c.n, self.steps = now - c.at, now, c.n + 1, self.steps + 1
+        self.cov[0, 0] += RESTLESS
+        if c.n <= WARM_UP: return warm_up(self, c, log_s)
+        self.cov[c.row, c.row] += DRIFT * max(age, 0.0)
+        correct(self, c, judged(self, o, log_s - self.x[0] - self.x[c.row]))
+
+def warm_up(b: Costs, c: Cell, log_s: float) -> None:
+    "The first steps of an option: the median at the pace of the moment, whose error it inherits."
+    c.first = sorted([*c.first, log_s - b.x[0]])
+    b.x[c.row] = c.first[len(c.first) // 2]
+    if c.n == WARM_UP:
+        b.cov[c.row], b.cov[:, c.row] = -b.cov[0], -b.cov[0]
+        b.cov[c.row, c.row] = b.cov[0, 0] + c.noise / 2
+
+def shown(b: Costs, c: Cell) -> tuple[np.ndarray, float]: # covariance of all with what a step shows, variance of that
+    k = b.cov[:, 0] + b.cov[:, c.row]
+    return k, float(k[0] + k[c.row]) + c.noise
+
+def judged(b: Costs, o: Option, error: float) -> float: # the error as far as it counts
+    "Learn how noisy steps are; clip an odd error, or take it for a jump."
+    c = b.cells[o]
+    s = shown(b, c)[1]
+    odd = abs(error) > max(0.15, ODD * math.sqrt(s))
+    c.noise += (0.006 if odd else 0.02) * (min(error * error, 9 * c.noise) - c.noise)
+    c.noise = max(c.noise, 1e-4)
+    sign = 1 if error > 0 else -1
+    b.odd = 0 if not odd else b.odd + sign if b.odd * sign > 0 else sign
+    if not odd: return error
+    if abs(b.odd) < ODD: return sign * ODD * math.sqrt(s)
+    b.odd = 0
+    jump(b, o, error)
+    return error
+
+def jump(b: Costs, o: Option, error: float) -> None:
+    "The machine or the arm has changed: widen what is believed of both, and learn from how the last jump was settled."
+    settle(b)
+    b.jumped = o, float(b.x[b.cells[o].row]), error
+    b.cov[0, 0] += error * error
+    for arm in {b.arm, b.left if b.steps <= NEW else None}:
+        rows = [x.row for (a, _), x in b.cells.items() if a == arm]
+        b.cov[np.ix_(rows, rows)] += b.blame * error * error
+
+def settle(b: Costs) -> None:
+    "Whose jump was the last one? Known when another arm was looked at since: did the price go with it?"
+    if b.jumped is None: return
+    o, before, error = b.jumped
+    others = [p for p in b.cells if p[0] != o[0] and b.known(p)]
+    if min((b.var({o: 1, p: -1}) for p in others), default=1.0) > 0.02: return
+    share = (float(b.x[b.cells[o].row]) - before) / error
+    b.blame += 0.3 * (min(max(share, 0.02), 1.0) - b.blame)
+
+def correct(b: Costs, c: Cell, error: float) -> None:
+    "The filter's step: move everything by its share in the error."
+    k, s = shown(b, c)
+    b.x += error / s * k
+    b.cov -= np.outer(k / s, k)
 
 # %% ../nbs/26_estimates.ipynb #45e00378
 PRIOR, WEIGHT, MAX_ROWS = 0.6, 2.0, 64

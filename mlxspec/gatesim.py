@@ -19,7 +19,7 @@ from .gate import WindowGate
 # %% auto #0
 __all__ = ['ROUND_MS', 'SMOLLM2', 'Scene', 'table', 'Workload', 'draw', 'Run', 'simulate', 'ratio', 'stationary', 'spike',
            'widths', 'contexts', 'texts', 'measured', 'smollm2', 'contract', 'first_steps', 'late_steps', 'replay',
-           'disturbed', 'drift', 'growth', 'arms', 'silent', 'rough']
+           'disturbed', 'busy', 'drift', 'growth', 'arms', 'silent', 'rough']
 
 # %% ../nbs/28_gatesim.ipynb #c56a74c5
 @dataclass
@@ -195,6 +195,13 @@ def disturbed(every: int, steps: int, factor: float) -> Workload:
     return Workload(f'{steps} in {every} steps {factor:.0f}x', 0.015, lambda i, t: s,
                     lambda i, o: factor if i % every < steps else 1.0)
 
+def busy(r: float, steps: int) -> Workload: # steps that other programs stay or stay away, on average
+    rng, pace, factors, s = random.Random(1), 1.0, [], ratio(r)
+    for _ in range(40_000):
+        if rng.random() < 1 / steps: pace = rng.choice((1.0, 1.0, 1.5, 3.0))
+        factors.append(pace)
+    return Workload(f'busy, r = {r}, {steps}', 0.015, lambda i, t: s, lambda i, o: factors[i % 40_000])
+
 def drift(period: int) -> Workload: # tokens
     ms = table(10, {2: 13, 3: 14.5, 4: 16})
     waves = [0.45 + 0.4 * math.sin(math.pi * i / 32) for i in range(64)]
@@ -234,5 +241,5 @@ def rough() -> list[Workload]:
     "Workloads with the troubles of real machines; the bounds are ours."
     return [first_steps(0.7), first_steps(1.5), late_steps(0.7), late_steps(1.5),
             replay(0.5), replay(0.9), disturbed(500, 7, 5.0), disturbed(700, 100, 2.0),
-            drift(4000), drift(20000), growth(),
+            *(busy(r, n) for r in (0.7, 1.1, 1.5) for n in (20, 50, 200)), drift(4000), drift(20000), growth(),
             arms(0.3, 20, 0.6), arms(0.1, 5, 0.6), arms(0.6, 50, 0.2), silent(0.5), silent(0.9)]

@@ -54,7 +54,7 @@ def test_looking_is_paid_from_the_purse():
 def test_plain_is_measured_at_once():
     g, w = BudgetGate(), stationary(1.5)
     assert simulate(g, w, 40).steps[PLAIN] >= 3
-    assert all(b.cells[PLAIN].n >= 3 for b in g.buckets.values())
+    assert all(b.costs.known(PLAIN) for b in g.buckets.values())
 
 
 def test_nothing_is_chosen_before_it_was_measured_three_times():
@@ -79,8 +79,9 @@ def test_a_width_change_suspends_a_look_and_mixes_nothing():
     g.record(StepResult('plain', .010, 1))
     assert g.next_step(8, {'head': (2,)}, 10).reason == 'measure plain'
     for _ in range(3): g.record(StepResult('plain', .050, 8, width=8))
-    one, eight = g.bucket(1).cells[PLAIN], g.bucket(8).cells[PLAIN]
-    assert (one.n, eight.n) == (1, 3) and one.mean == pytest.approx(.010) and eight.mean == pytest.approx(.050)
+    one, eight = g.bucket(1).costs, g.bucket(8).costs
+    assert (one.cells[PLAIN].n, eight.cells[PLAIN].n) == (1, 3)
+    assert one.seconds(PLAIN) == pytest.approx(.010, rel=.01) and eight.seconds(PLAIN) == pytest.approx(.050, rel=.01)
 
 
 def test_one_transient_fault_parks_nothing_for_good():
@@ -124,8 +125,8 @@ def test_a_drafter_with_nothing_to_say_costs_nothing():
     for _ in range(40):
         s = g.next_step(1, {'lookup': (2, 4)}, 100)
         g.record(StepResult('plain', .010 if s.arm == 'plain' else .5, 1, arm=s.arm))
-    assert g.steps['lookup'] > 3 and set(g.bucket(1).cells) == {PLAIN}
-    assert g.bucket(1).cells[PLAIN].mean == pytest.approx(.010) and g.arms['lookup'].tried[0] == 0
+    assert g.steps['lookup'] > 3 and set(g.bucket(1).costs.cells) == {PLAIN}
+    assert g.bucket(1).costs.seconds(PLAIN) == pytest.approx(.010, rel=.01) and g.arms['lookup'].tried[0] == 0
     run = simulate(BudgetGate(), silent(.9))
     assert run.lost < .01
 
@@ -136,8 +137,9 @@ def test_the_first_step_after_a_change_of_arm_is_not_timed():
     for _ in range(4): g.next_step(1, {}, 10); g.record(StepResult('plain', .010, 1))
     for wall in (9., .012, .012, .012): g.record(StepResult('verify', wall, 2, 2, 1, 1, 'head'))
     g.record(StepResult('plain', 9., 1))
-    head, plain = g.bucket(1).cells['head', 2], g.bucket(1).cells[PLAIN]
-    assert (head.n, plain.n) == (3, 4) and head.mean == pytest.approx(.012) and not plain.odd
+    costs = g.bucket(1).costs
+    assert (costs.cells['head', 2].n, costs.cells[PLAIN].n) == (3, 4)
+    assert costs.seconds(('head', 2)) == pytest.approx(.012, rel=.01) and costs.seconds(PLAIN) == pytest.approx(.010, rel=.01)
     assert g.arms['head'].won[0] > 3.9
 
 

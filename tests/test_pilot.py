@@ -117,7 +117,7 @@ def test_what_the_policy_measures_is_filed_under_its_context():
     for context in (100, 700):
         for _ in range(BLOCK):
             c.record(*done(c.choose(READY, context)))
-    assert {d: sum(cell.n for cell in b.cells.values()) for (_, d), b in gate.buckets.items() if b.cells} == {9: BLOCK, 10: BLOCK}
+    assert {d: sum(cell.n for cell in b.costs.cells.values()) for (_, d), b in gate.buckets.items() if b.costs.cells} == {9: BLOCK, 10: BLOCK}
 
 
 @pytest.mark.parametrize('policy', [MtpPolicy(PAIR, pin=False), MtpPolicy(PAIR, declined=WHY), MtpPolicy(PAIR, adaptive=False)], ids=lambda p: p.snapshot.state)
