@@ -4,13 +4,14 @@ import harness as h
 import pytest
 
 from mlxspec.core import Params
-from mlxspec.drafters.base import Guest
+from mlxspec.drafters.base import Guest, quantize
 from mlxspec.drafters.gemma4_assistant import build_gemma4_assistant
 from mlxspec.drafters.glm4_moe_lite_mtp import build_glm4_moe_lite_mtp
 from mlxspec.drafters.inkling_mtp import build_inkling_mtp
 from mlxspec.drafters.prediction import Prediction, PredictionState, Script
 from mlxspec.drafters.qwen3_5_mtp import build_qwen3_5_mtp
 from mlxspec.law import DraftLaw, Law
+from mlxspec.memory import measure, weight_bytes
 from mlxspec.rounds import open_running, prefill_step, step
 from mlxspec.sequence import Sequence
 from mlxspec.split import split_mtp
@@ -104,6 +105,30 @@ def test_pairs(name, tmp_path):
     assert len(want) == 3 and says(r, twin) == want
     assert says(r, later) == want
     assert not (guest.failures or twin.failures or later.failures)
+
+
+@pytest.mark.parametrize('family', (*FAMILIES, *PAIRS))
+def test_memory_is_counted(family, tmp_path):
+    "Weights of the drafter, and what it remembers per token."
+    if family in PAIRS: d = PAIRS[family](tmp_path)
+    else: d = h.drafter(family, h.target('llama'), [1, 2, 3])
+    t = h.target('llama') if family in ('lookup', 'prediction') else d.target
+    alone, pair = measure(t, (), 4), measure(t, (d,), 4)
+    free = family in ('lookup', 'prediction')
+    assert pair.target == alone.target == weight_bytes(t.model) and pair.verify == alone.verify > 0
+    assert pair.drafters == (0 if free else weight_bytes(d.net)) and (pair.drafters > 0) != free
+    assert (pair.per_token > alone.per_token) == (not free and family != 'groups') # an assistant reads the target's cache
+
+
+@pytest.mark.parametrize('name', PAIRS)
+@pytest.mark.parametrize('bits', (8, 4))
+def test_packed_when_loaded(name, bits, tmp_path):
+    d = PAIRS[name](tmp_path)
+    before = weight_bytes(d.net)
+    assert quantize(d, bits) > 5 and weight_bytes(d.net) < before
+    ids = d.target.tokenizer.encode(h.PROMPTS[2])
+    r = h.run(d.target, ids, 4, [d])
+    assert r.output == h.run(d.target, ids).output and r.stats.rounds and not r.run.guests[0].failures
 
 
 def halfway(t, d, n=10):

@@ -180,7 +180,7 @@ def block_cache() -> CacheList:
 class InklingState:
     "A head's memory of one sequence."
     seq: SequenceView
-    caches: list[CacheList]
+    cache: list[CacheList]
     done: list[int] = field(default_factory=list)                  # per block: rows read with true tokens
     waiting: list[list[mx.array]] = field(default_factory=list)    # per block: states [n, H] of the rows after these
     tokens: list[int] = field(default_factory=list)                # t_{i+1} of the rows observed
@@ -189,20 +189,20 @@ class InklingState:
     guessed: dict[int, tuple[int, list]] = field(default_factory=dict) # block -> rows read with guesses, what its convolutions knew before
 
     def __post_init__(self):
-        if not self.done: self.done, self.waiting = [0] * len(self.caches), [[] for _ in self.caches]
+        if not self.done: self.done, self.waiting = [0] * len(self.cache), [[] for _ in self.cache]
 
     def take_back(self) -> None:
         "Remove the rows that were read with guesses."
         for b, (rows, convs) in self.guessed.items():
-            self.caches[b][0].trim(rows)
-            self.caches[b][1].cache = list(convs)
+            self.cache[b][0].trim(rows)
+            self.cache[b][1].cache = list(convs)
         self.guessed = {}
 
     def fork(self, seq: SequenceView) -> InklingState:
         "An independent copy."
         self.take_back()
-        caches = [block_cache() for _ in self.caches]
-        for new, old in zip(caches, self.caches, strict=True):
+        caches = [block_cache() for _ in self.cache]
+        for new, old in zip(caches, self.cache, strict=True):
             if old[0].offset: new[0].update_and_fetch(*old[0].keys_and_values())
             new[1].cache = list(old[1].cache)
         return InklingState(seq, caches, list(self.done), [list(w) for w in self.waiting], list(self.tokens), self.start, self.last)
@@ -210,21 +210,21 @@ class InklingState:
     def save(self) -> dict:
         "Everything, as plain data and arrays."
         s = self.fork(self.seq)
-        entries = [(c[0].keys_and_values() if c[0].offset else None, c[1].cache) for c in s.caches]
+        entries = [(c[0].keys_and_values() if c[0].offset else None, c[1].cache) for c in s.cache]
         return dict(entries=entries, done=s.done, waiting=s.waiting, tokens=s.tokens, start=s.start, last=s.last)
 
     def restore(self, saved: dict, rows: int) -> None:
         "The whole history, or nothing: convolutions cannot be trimmed. Nothing means that the blocks begin in the middle of the text."
         self.start = rows
         if rows != saved['start'] + len(saved['tokens']): return
-        for c, (kv, convs) in zip(self.caches, saved['entries'], strict=True):
+        for c, (kv, convs) in zip(self.cache, saved['entries'], strict=True):
             if kv: c[0].update_and_fetch(*kv)
             c[1].cache = list(convs)
         self.done, self.waiting, self.tokens = list(saved['done']), [list(w) for w in saved['waiting']], list(saved['tokens'])
         self.start = saved['start']
         if self.tokens: self.tokens[-1] = self.seq.tokens[rows] # another one, maybe; if it was read already, the next guess waits for the next pair
 
-    def close(self) -> None: self.caches, self.waiting, self.last = [], [], None
+    def close(self) -> None: self.cache, self.waiting, self.last = [], [], None
 
 # %% ../../nbs/17_inkling_mtp.ipynb #81913f6d
 def read_rows(drafter: Any, s: InklingState) -> None:
@@ -234,7 +234,7 @@ def read_rows(drafter: Any, s: InklingState) -> None:
         a, b = s.done[j], max(s.done[j], len(s.tokens) - j)
         if a == b: continue
         waiting = mx.concatenate(s.waiting[j])
-        out = block(drafter.embed(mx.array([s.tokens[a + j:b + j]])), waiting[None, :b - a], s.caches[j], s.start + a + j + 1)[0]
+        out = block(drafter.embed(mx.array([s.tokens[a + j:b + j]])), waiting[None, :b - a], s.cache[j], s.start + a + j + 1)[0]
         s.done[j], s.waiting[j] = b, [waiting[b - a:]] if len(waiting) > b - a else []
         if j == 0: s.last = out[-1:]
         if j + 1 < len(s.done): s.waiting[j + 1].append(out)
@@ -242,14 +242,14 @@ def read_rows(drafter: Any, s: InklingState) -> None:
 def guess_down(drafter: Any, s: InklingState, n: int, law: Any) -> mx.array: # n drafts -> [n] lazy token ids
     "Draft tokens, one block after the other."
     out: Any = s.last
-    drafts, ends = [law.draw(drafter.logits(out[None])[0])], len(s.caches) - 1
+    drafts, ends = [law.draw(drafter.logits(out[None])[0])], len(s.cache) - 1
     for m in range(1, n):
         b = min(m, ends)
         if b < m: x = out[-1:]                                                        # the last block feeds on itself
         else: x = mx.concatenate([*s.waiting[b], *([out] if m > 1 else [])])           # rows that lack a true token
-        rows, convs = s.guessed.get(b, (0, list(s.caches[b][1].cache)))
+        rows, convs = s.guessed.get(b, (0, list(s.cache[b][1].cache)))
         tokens = mx.concatenate(drafts[-len(x):])
-        out = drafter.net.layers[b](drafter.embed(tokens[None]), x[None], s.caches[b], s.start + s.done[b] + rows + b + 1)[0]
+        out = drafter.net.layers[b](drafter.embed(tokens[None]), x[None], s.cache[b], s.start + s.done[b] + rows + b + 1)[0]
         s.guessed[b] = rows + len(x), convs
         drafts.append(law.draw(drafter.logits(out[None, -1:])[0]))
     return mx.concatenate(drafts)
@@ -271,7 +271,7 @@ class InklingMtp:
         return self.target.head(body_of(self.target.model).norm(out.astype(self.dtype)))
 
     def open(self, seq: SequenceView) -> InklingState: return InklingState(seq, [block_cache() for _ in self.net.layers])
-    def ready(self, state: InklingState) -> bool: return bool(state.caches) and (state.last is not None or state.done[0] < len(state.tokens))
+    def ready(self, state: InklingState) -> bool: return bool(state.cache) and (state.last is not None or state.done[0] < len(state.tokens))
 
     def propose(self, states: list[InklingState], ks: list[int], laws: list) -> list[Proposal]:
         return [self._one(s, k, law) for s, k, law in zip(states, ks, laws, strict=True)]
@@ -287,7 +287,7 @@ class InklingMtp:
             s.waiting[0].append(hidden)
             if len(s.tokens) - s.done[0] >= BACKLOG:
                 read_rows(self, s)
-                mx.eval(s.last, s.waiting, [c[0].state for c in s.caches], [c[1].cache for c in s.caches])
+                mx.eval(s.last, s.waiting, [c[0].state for c in s.cache], [c[1].cache for c in s.cache])
 
 # %% ../../nbs/17_inkling_mtp.ipynb #1b5d66ed
 _PREFIXES = 'model.mtp.', 'mtp.'
