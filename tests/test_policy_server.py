@@ -464,6 +464,18 @@ def test_the_cache_dir_decides_which_verdict_is_found(tiny, cache, hinted, monke
         with application(tiny, where) as c: assert c.policy()['state'] == want
 
 
+def test_the_endpoint_does_not_wait_for_the_owner_thread(tiny, cache):
+    with application(tiny, cache) as c:
+        want, busy, go = c.policy(), threading.Event(), threading.Event()
+        owner = threading.Thread(target=c.engine.call, args=(lambda: (busy.set(), go.wait(T)),), daemon=True)
+        owner.start()
+        assert busy.wait(T)
+        try: answers = [c.get('/v1/internal/mtp-policy') for _ in range(5)]
+        finally: go.set()
+        owner.join(T)
+        assert [(r.status_code, r.json()) for r in answers] == [(200, want)] * 5
+
+
 # ---- a hint file that is not what it should be
 
 def cut(f): f.path.write_bytes(f.path.read_bytes()[:99])
