@@ -12,6 +12,7 @@ from mlx_lm.generate import generate_step
 from mlxspec.cache import leaves
 from mlxspec.core import Emitted, Params
 from mlxspec.drafters import scripted as sc
+from mlxspec.engine import Engine
 from mlxspec.sequence import Sequence
 from mlxspec.text import TextStream
 
@@ -66,6 +67,23 @@ def cut(r): # drafts of the last round behind the end of the text
 @pytest.mark.parametrize('kind', h.AXES['kind'])
 def test_same_text_everywhere(kind, drafter):
     for case in h.product(kind=kind, drafter=drafter): h.same_text(case)
+
+
+GATES = dict(never=dict(no_spec=True), off=dict(mtp_gate='off'), force=dict(mtp_gate='force'), budget=dict(mtp_gate='budget'), auto={},
+             window=dict(mtp_gate='window', mtp_gate_refresh=24, mtp_gate_reprobe=24, spec_entry_pin=0)) # looks often
+
+
+def test_no_gate_changes_a_text(tmp_path):
+    "The demo pair, an exercise and prose, greedy and sampled, whoever decides the next step."
+    texts = {}
+    for name, options in GATES.items():
+        with Engine.load(cache_dir=tmp_path, enable_mtp_b1=True, **options) as e:
+            count, prose = e.encode([dict(role='user', content='Count from 1 to 20.')]), e.encode('The sea was grey that morning, and')
+            said = [e.generate(p, max_tokens=64, ignore_eos=True, **kw) for p in (count, prose) for kw in ({}, dict(temperature=.9, seed=4))]
+            texts[name] = [[t.id for t in r.tokens] for r in said]
+            ran = {arm for r in said for arm in r.stats.arms}
+        assert ran == {'plain'} if name in ('never', 'off') else ran >= {'plain', 'qwen3_5_mtp'}, name # force too: the last token of a budget
+    assert all(t == texts['never'] for t in texts.values())
 
 
 def test_seeds_differ_and_greedy_needs_none():
