@@ -15,7 +15,8 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from .config import ALL, FALSE, TABLE, TRUE, Row, Settings, either, load_settings, near_miss, read_file, settings_table, user_file
@@ -23,10 +24,11 @@ from .core import ConfigError, MlxspecError, notice
 
 # %% auto #0
 __all__ = ['Command', 'COMMANDS', 'BY_PLACE', 'URL', 'UNWRITABLE', 'Parser', 'takes', 'add_options', 'command', 'parser_of',
-           'halves', 'overview', 'version', 'unknown', 'unknown_command', 'apart', 'parse', 'Teller', 'tell', 'load',
-           'console', 'prompt_text', 'response_body', 'with_drafts', 'print_stream', 'generate', 'demo', 'serve',
-           'with_lines', 'config_show', 'config_set', 'doctor', 'probe', 'server_key', 'policy_show', 'policy_export',
-           'policy_clear', 'split_mtp', 'run_command', 'open_streams', 'complain', 'leave', 'main', 'outcome']
+           'halves', 'overview', 'version', 'unknown', 'unknown_command', 'apart', 'parse', 'Teller', 'tell', 'loading',
+           'load', 'console', 'prompt_text', 'response_body', 'with_drafts', 'print_stream', 'generate', 'demo',
+           'serve', 'with_lines', 'config_show', 'config_set', 'doctor', 'probe', 'server_key', 'policy_show',
+           'policy_export', 'policy_clear', 'split_mtp', 'run_command', 'open_streams', 'complain', 'leave', 'main',
+           'outcome']
 
 # %% ../nbs/60_cli.ipynb #130b5faa
 class Parser(argparse.ArgumentParser):
@@ -148,18 +150,24 @@ def tell() -> None:
     log.handlers, log.propagate = [Teller()], False
     log.setLevel('INFO')
 
-def load(settings: Settings) -> Any: # an Engine with its weights loaded
-    "The engine that the settings describe. KeyboardInterrupt, after a line that says what was interrupted."
-    from mlxspec.device import require_mlx
-    try: os.getcwd() # transformers asks when it is imported
-    except OSError as e: raise ConfigError(f'The current directory is gone: {e.strerror}.') from None
-    require_mlx()
-    from mlxspec.engine import Engine
+@contextmanager
+def loading() -> Generator[None]:
+    "Imports and loads that take seconds: they may say so, and an interrupt is a line before it goes on its way."
     tell()
-    try: return Engine.load(settings=settings)
+    try: yield
     except KeyboardInterrupt:
         notice('interrupted while loading.')
         raise
+
+def load(settings: Settings) -> Any: # an Engine with its weights loaded
+    "The engine that the settings describe."
+    try: os.getcwd() # transformers asks when it is imported
+    except OSError as e: raise ConfigError(f'The current directory is gone: {e.strerror}.') from None
+    with loading():
+        from mlxspec.device import require_mlx
+        require_mlx()
+        from mlxspec.engine import Engine
+        return Engine.load(settings=settings)
 
 def console() -> Any: # a rich console on standard output
     "A console that leaves text as it is."
@@ -251,10 +259,10 @@ def serve(args: argparse.Namespace, settings: Settings) -> int:
     "Serve until stopped."
     if args.print_config: print(settings_table(settings))
     else:
-        from mlxspec.device import require_mlx
-        require_mlx()
-        tell()
-        from mlxspec.serving import serve as run_server
+        with loading():
+            from mlxspec.device import require_mlx
+            require_mlx()
+            from mlxspec.serving import serve as run_server
         run_server(settings)
     return 0
 
