@@ -275,6 +275,6 @@ def try_out(drafter: Any) -> Any: # the drafter
             target.prefill(zero, cache)
             drafter.look([state], [cache])
         mx.eval(drafter.propose([state], [2], [law])[0].tokens)
-    except (RuntimeError, ValueError, TypeError) as e:
+    except (RuntimeError, ValueError, TypeError, AttributeError) as e: # the last: a target built in another way
         raise PairError(f'{drafter.name} cannot run with {target.name} on this machine: {" ".join(str(e).split())[:200]}') from e
     return drafter
