@@ -164,7 +164,7 @@ def bodies(rng, n):
         if i % 5 == 3: more |= dict(stop=['1', ' b'])
         if i % 5 == 4: more |= dict(top_p=.9, top_k=40, max_tokens=100)
         text = SMALL[i % len(SMALL)].format(i)
-        if i in (7, 14): text = ' '.join(f'{j} red green blue' for j in range(120)) + f' Copy the first {i} words.' # some chunks of prompt
+        if i == 5: text = ' '.join(f'{j} red green blue' for j in range(60)) + ' Copy the first words.' # some chunks of prompt
         out.append(dict(messages=[dict(role='user', content=text)]) | more)
     return out
 
@@ -259,8 +259,9 @@ class Soak:
 
     async def nonsense(self):
         self.n['nonsense'] += 1
-        status, _, got = await ask(self.port, CHAT, self.rng.choice((b'{', b'[]', b'{"messages": 3}', dict(messages=[dict(role='user', content='a')], temperature=-1))))
-        if status != 400: self.wrong('nonsense was taken', status, got)
+        status, headers, got = await ask(self.port, CHAT, self.rng.choice((b'{', b'[]', b'{"messages": 3}', dict(messages=[dict(role='user', content='a')], temperature=-1))))
+        if status == 429: self.refused(status, headers, got) # who has no place is not even read
+        elif status != 400: self.wrong('nonsense was taken', status, got)
 
     async def burst(self): await asyncio.gather(*(self.good() for _ in range(8)))
 
@@ -340,7 +341,7 @@ def check(soak, first, last, told):
     made = faults.get('listener', 0) + sum(faults.get(k, 0) for k in ('say_all', 'launch', 'verify_step'))
     ended = s['completed']['foreground'] + s['failed'] + s['cancelled']
     before = len(soak.want) + 4 + sum(range(2, PLACES + 1)) + 1 # asked by `learn`, and to warm up
-    alone = n['asked'] - n['queue_full']
+    alone = n['asked'] + n['nonsense'] - n['queue_full']
     bounds = dict(
         answers=n['wrong'] == 0, someone_was_served=n['whole'] > 0, alive=not told['alive'], failures=n['failed'] - n['numbers'] <= made + s['failed'],
         descriptors=last['fds'] <= first['fds'] + 2, threads=last['threads'] <= first['threads'] + 8,
