@@ -322,7 +322,7 @@ def pay(s: BudgetState, b: Bucket, p: Look, r: StepResult, c: Cell | None, first
         if c is not None:
             cost, times = b.costs.seconds((r.arm, r.k)), WARM_UP if c.n == WARM_UP else c.n > WARM_UP # after warm-up
             if r.k > 1: curve = s.arms[r.arm].curve(r.k); e, var = curve.e[r.k - 1], curve.var(r.k)
-            var += b.costs.var({p.option: 1, p.against: -1}) if p.option != p.against else 0.0
+            var += b.costs.var({(r.arm, r.k): 1, p.against: -1}) if (r.arm, r.k) != p.against else 0.0
             if p.sample and e / cost * math.exp(math.sqrt(var)) < p.rate: p.left = 0
         loss = times * max(0.0, cost * p.rate - e)
         b.purse -= loss

@@ -57,9 +57,10 @@ class Costs:
         return math.exp(self.x[0] + self.x[self.cells[o].row] + self.cells[o].noise / 2)
 
     def var(self, weights: Mapping[Option, float]) -> float:
-        "Squared error of the weighted sum of log prices; weights that add up to 0 compare."
-        w = [(self.cells[o].row, a) for o, a in weights.items() if a]
-        return max(0.0, sum(a * b * float(self.cov[i, j]) for i, a in w for j, b in w))
+        "Squared error of the weighted sum of log prices; weights that add up to 0 compare. An option that never ran may cost anything."
+        w = [(self.cells[o].row, a) for o, a in weights.items() if a and o in self.cells]
+        never = sum(a * a for o, a in weights.items() if o not in self.cells)
+        return never + max(0.0, sum(a * b * float(self.cov[i, j]) for i, a in w for j, b in w))
 
     def cell(self, o: Option) -> Cell:
         "The option's cell; a new one if there is none."
