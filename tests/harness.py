@@ -22,16 +22,19 @@ from mlxspec.drafters import scripted as sc
 from mlxspec.drafters.dflash import build_dflash
 from mlxspec.drafters.draft_model import DraftModel
 from mlxspec.drafters.eagle3 import build_eagle3
+from mlxspec.drafters.glm4_moe_lite_mtp import build_glm4_moe_lite_mtp
+from mlxspec.drafters.inkling_mtp import build_inkling_mtp
 from mlxspec.drafters.lookup import Lookup
 from mlxspec.drafters.prediction import Prediction, PredictionState, Script
 from mlxspec.drafters.qwen3_5_mtp import build_qwen3_5_mtp
 from mlxspec.pairing import DEMO
 from mlxspec.rounds import Running, open_running, prefill_step, step
 from mlxspec.sequence import Sequence
+from mlxspec.split import split_mtp
 from mlxspec.strategies import OneWay
 from mlxspec.target import Target
 from mlxspec.text import TextStream
-from mlxspec.tiny import byte_tokenizer, save_tiny_mtp, tiny_model
+from mlxspec.tiny import byte_tokenizer, save_tiny_glm, save_tiny_inkling, save_tiny_mtp, tiny_model
 from mlxspec.tiny_drafters import save_tiny_dflash, save_tiny_eagle3
 
 N = 24 # tokens per run
@@ -86,10 +89,17 @@ def mtp(t: Target):
 
 @cache
 def head(family: str, t: Target):
-    "A random eagle3 or dflash head for a target."
+    "A random head of another family for a target."
+    place, width = Path(_heads.name), t.embed(mx.array([[0]])).shape[-1]
+    if family == 'glm': return build_glm4_moe_lite_mtp(t, _glm(place), 4)
+    if family == 'inkling': return build_inkling_mtp(t, save_tiny_inkling(place/'inkling'), 4)
     save, build = dict(eagle3=(save_tiny_eagle3, build_eagle3), dflash=(save_tiny_dflash, build_dflash))[family]
-    width = t.embed(mx.array([[0]])).shape[-1]
-    return build(t, save(Path(_heads.name)/f'{family}-{width}', hidden_size=width, vocab_size=t.vocab_size), None)
+    return build(t, save(place/f'{family}-{width}', hidden_size=width, vocab_size=t.vocab_size), None)
+
+
+@cache
+def _glm(place: Path) -> Path:
+    return split_mtp(str(save_tiny_glm(place/'glm-raw')), place/'glm', say=lambda line: None)
 
 
 @cache
@@ -127,7 +137,7 @@ SCRIPTS: dict[str, Callable[[Target], sc.Script]] = dict(
 def drafter(name: str, t: Target, answer: list[int]): # answer: what plain decoding said
     "A drafter by its name on the axis."
     if name in SCRIPTS: return sc.Scripted(answer, SCRIPTS[name](t))
-    if name in ('eagle3', 'dflash'): return head(name, t)
+    if name in ('eagle3', 'dflash', 'glm', 'inkling'): return head(name, t)
     return dict(lookup=Lookup, self=lambda: Self(t), mtp=lambda: mtp(t), draft_model=lambda: small(t), prediction=lambda: Predicted(answer))[name]()
 
 

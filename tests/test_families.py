@@ -3,7 +3,7 @@ goes with the sequence."""
 import harness as h
 import pytest
 
-from mlxspec.core import Params
+from mlxspec.core import PairError, Params
 from mlxspec.drafters.base import Guest, quantize
 from mlxspec.drafters.gemma4_assistant import build_gemma4_assistant
 from mlxspec.drafters.glm4_moe_lite_mtp import build_glm4_moe_lite_mtp
@@ -21,7 +21,7 @@ from mlxspec.text import TextStream
 from mlxspec.tiny import (TinyInkling, TinyInklingArgs, save_tiny_assistant, save_tiny_glm, save_tiny_inkling, save_tiny_mtp,
                           tiny_model)
 
-FAMILIES = ('lookup', 'prediction', 'draft_model', 'mtp', 'eagle3', 'dflash')
+FAMILIES = ('lookup', 'prediction', 'draft_model', 'mtp', 'eagle3', 'dflash', 'glm', 'inkling')
 CACHES = ('llama', 'gemma3', 'qwen3_5', 'lfm2', 'gemma4', 'glm4_moe_lite') # one target per kind of cache; the window of the gemmas is 16
 
 pytestmark = pytest.mark.usefixtures('quiet')
@@ -48,6 +48,9 @@ def check(t, d, k=6, always=True): # always: it drafts in every round
 @pytest.mark.parametrize('kind', CACHES)
 def test_same_text_wherever_a_round_ends(kind, family):
     t = h.target(kind)
+    if (kind, family) == ('lfm2', 'inkling'): # its final norm is not where Inkling's blocks look for it
+        with pytest.raises(PairError, match='cannot run with lfm2'): h.head('inkling', t)
+        return
     check(t, lambda answer: h.drafter(family, t, answer), always=family not in ('lookup', 'draft_model')) # one is silent at times, one nearly always right
 
 
