@@ -300,5 +300,5 @@ def prefix_store(target: Target, drafters: tuple, machine: Device, s: Settings, 
 def about_files(target: Target, drafters: tuple, machine: Device, s: Settings) -> dict:
     "Everything that a state on disk depends on."
     of = lambda d: f'{d.kind} {fingerprint(d.path) if getattr(d, "path", None) else ""}'
-    return dict(version=1, model=weights_of(target), kv=[target.kv.mode, *(type(e).__name__ for e in entries_of(target.make_cache()))], chunk=[LEAST, s.prefill_chunk_tokens],
+    return dict(version=2, model=weights_of(target), kv=[target.kv.mode, *(type(e).__name__ for e in entries_of(target.make_cache()))], chunk=[LEAST, s.prefill_chunk_tokens],
                 drafters=[of(d) for d in drafters], mlx=version('mlx'), mlx_lm=version('mlx-lm'), hardware=machine.hardware, kernels=kernels(machine))
