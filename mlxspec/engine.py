@@ -22,7 +22,7 @@ from typing import Any
 from . import device
 from .admission import Admission
 from .config import Settings, load_settings
-from .core import Cancelled, Chunk, ConfigError, Params, RequestError, RequestStats
+from .core import Cancelled, Chunk, ConfigError, Emitted, Params, RequestError, RequestStats
 from .policy import MtpPolicySnapshot
 from .scheduler import ModelWorkScheduler, OwnerStopped, scheduler_for, stopped
 
@@ -41,9 +41,10 @@ from .drafters.prediction import admit_prediction
 from .lanes import BATCHES, Floor, check_mode, make_mode
 from .pairing import AUTO_K, exact_only, gather, identity, kv_of, load_target, make_exactness, make_pilot, memo_file, within_memory
 from .prefix import prefix_store
+from .score import score_steps
 from .sequence import Sequence
 from .target import Target
-from .text import ChatFormat, TextStream
+from .text import ChatFormat, TextStream, special_ids
 
 # %% ../nbs/33_engine.ipynb #cf4a3d16
 def admit(prompt: list[int], params: Params,
@@ -170,7 +171,7 @@ def assemble(target: Target, machine: device.Device, settings: Settings, schedul
              publish: Callable[[MtpPolicySnapshot], object]) -> Parts:
     "Decide all that is decided once."
     plan, context = make_plan(target, machine, settings, think, publish, lambda: scheduler.closing)
-    plan = replace(plan, prefix=prefix_store(target, plan.drafters.made, machine, settings, scheduler))
+    plan = replace(plan, special=special_ids(target.tokenizer), prefix=prefix_store(target, plan.drafters.made, machine, settings, scheduler))
     company = make_company(target, plan, machine, settings)
     floor = make_floor(target, plan, company, settings, scheduler)
     if machine.gpu_device: scheduler.keep_warm(device.touch)
@@ -317,6 +318,12 @@ class Engine(Asking):
         request = make_request(prompt, params, self._target, self._plan, self.context_length, on_chunk)
         if self._floor.enter(request): call_stepper(self._floor, self._scheduler)
         return Job(request.seq.params, request.seq.stats, request.future, partial(self._floor.cancel, request))
+
+    def score(self, ids: list[int], top: int = 0) -> list[Emitted]: # top: likely tokens to name beside each
+        "All tokens of a text but the first with their log-probabilities, computed in pieces, between the steps of others."
+        admit(ids, Params(), self.vocab_size, self.context_length)
+        steps = score_steps(self._target, ids, top)
+        return [e for part in iter(partial(self.call, next, steps, None), None) for e in part]
 
     def snapshot(self) -> dict: return picture(self._scheduler, self._parts) # for `/health`
     @property

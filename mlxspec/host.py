@@ -26,8 +26,8 @@ from .scheduler import OwnerStopped
 from .wire import Head, Response, frame, to_params, together
 
 # %% auto #0
-__all__ = ['MAX_WRITE', 'Host', 'loaded', 'unavailable', 'check_model', 'Turn', 'open_turn', 'submit', 'submit_all', 'admit',
-           'enter', 'honest', 'whole', 'begin', 'events', 'fingerprint']
+__all__ = ['MAX_WRITE', 'Host', 'loaded', 'unavailable', 'check_model', 'Turn', 'open_turn', 'submit', 'score', 'submit_all',
+           'admit', 'enter', 'honest', 'whole', 'begin', 'events', 'fingerprint']
 
 # %% ../nbs/41_host.ipynb #5801a122
 @dataclass(eq=False)
@@ -120,11 +120,20 @@ def submit(host: Host, turn: Turn, prompt: list[int], params: Params) -> None:
     job.future.add_done_callback(lambda f: (feed.post(host.jobs.pop, f, None), feed.put(index, f)))
     if turn.over: job.cancel()
 
+def score(host: Host, turn: Turn, prompts: list[list[int]], top: int) -> None: # top: likely tokens beside each
+    "Log-probabilities of the prompts, for choices that begin with them."
+    for i, prompt in enumerate(prompts):
+        scores = [] if turn.over else host.engine.score(prompt, top)
+        for c in turn.response.choices[i * turn.n:(i + 1) * turn.n]: c.score(prompt, scores)
+
 def submit_all(host: Host, req: Any, params: Params, feed: Feed, hold: list[Turn]) -> Turn: # hold: takes the turn as soon as there is one
     "Render, tokenise, submit; any thread. Raises what the client should be told."
     try:
-        prompts = req.prompts(host.engine.chat)
+        prompts, vocab = req.prompts(host.engine.chat), host.engine.vocab_size
+        if any(not 0 <= t < vocab for p in prompts for t in p):
+            raise RequestError(f'The prompt holds token ids outside 0..{vocab - 1}.', 'prompt')
         hold.append(turn := open_turn(host, req, prompts, feed))
+        if req.scored: score(host, turn, prompts, params.logprobs or 0)
         for prompt in prompts:
             for j in range(req.n): submit(host, turn, prompt, replace(params, index=j))
     except RequestError as e:

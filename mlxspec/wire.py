@@ -138,6 +138,8 @@ class Shared(Strict):
 
     @property
     def width(self) -> int: return self.n # choices in all
+    @property
+    def scored(self) -> bool: return False # log-probabilities of the prompt are wanted, too
 
 # %% ../nbs/40_wire.ipynb #106a12c5
 REFUSED: dict[str, tuple] = dict.fromkeys( # field -> values that ask for nothing

@@ -13,14 +13,14 @@ from typing import Any, ClassVar
 
 from pydantic import Field, ValidationError
 
-from .core import Chunk, RequestError
+from .core import Chunk, Emitted, RequestError
 from .errors import first_problem
 from .wire import MAX_CHOICES, REFUSED, Int, Shared, Strict, read, whole
 from .wire_chat import finite, template_message
 
 # %% auto #0
-__all__ = ['is_ids', 'several', 'to_ids', 'CompletionRequest', 'read_completion', 'TokenLists', 'add_tokens', 'TextChoice',
-           'TokenizeRequest', 'DetokenizeRequest', 'read_tokens', 'tokenize', 'detokenize']
+__all__ = ['is_ids', 'several', 'to_ids', 'CompletionRequest', 'read_completion', 'TokenLists', 'add_tokens', 'add_prompt',
+           'TextChoice', 'TokenizeRequest', 'DetokenizeRequest', 'read_tokens', 'tokenize', 'detokenize']
 
 # %% ../nbs/40_wire_completions.ipynb #b40b4e69
 def is_ids(v: Any) -> bool: return isinstance(v, list) and bool(v) and all(type(whole(t)) is int for t in v)
@@ -55,6 +55,8 @@ class CompletionRequest(Shared):
 
     @property
     def width(self) -> int: return len(several(self.prompt)) * self.n
+    @property
+    def scored(self) -> bool: return self.echo and self.logprobs is not None
     def prompts(self, chat: Any) -> list[list[int]]: return [to_ids(p, chat) for p in several(self.prompt)]
     def own_params(self) -> dict: return dict(logprobs=self.logprobs)
     def choice(self, index: int, answer_id: str, chat: Any, prompt: list[int]) -> Any: # TextChoice
@@ -67,8 +69,6 @@ def read_completion(body: dict) -> CompletionRequest:
     req = read(CompletionRequest, body)
     if req.width > MAX_CHOICES:
         raise RequestError(f'Prompts times n must be at most {MAX_CHOICES}.', 'n')
-    if req.echo and req.logprobs is not None:
-        raise RequestError('logprobs are not supported together with echo.', 'echo', 'unsupported_parameter')
     return req
 
 # %% ../nbs/40_wire_completions.ipynb #1f207775
@@ -76,23 +76,36 @@ def read_completion(body: dict) -> CompletionRequest:
 class TokenLists:
     "Log-probabilities as completions write them."
     tokens: list[str] = field(default_factory=list)
-    token_logprobs: list[float] = field(default_factory=list)
-    top_logprobs: list[dict[str, float]] = field(default_factory=list)
+    token_logprobs: list[float | None] = field(default_factory=list)
+    top_logprobs: list[dict[str, float] | None] = field(default_factory=list)
     text_offset: list[int] = field(default_factory=list)
 
     def since(self, n: int) -> dict: # from the n-th token on
         return {k: v[n:] for k, v in vars(self).items()}
 
+    def add(self, token: Emitted, text_of: Callable[[int], str], offset: int) -> None: # offset: where its text begins
+        said = {text_of(token.id): finite(token.logprob)}
+        self.tokens.append(text_of(token.id))
+        self.token_logprobs.append(finite(token.logprob))
+        self.top_logprobs.append({text_of(i): finite(lp) for i, lp in token.top} | said)
+        self.text_offset.append(offset)
+
 def add_tokens(lists: TokenLists, chunk: Chunk, text_of: Callable[[int], str],
                offset: int) -> None: # where the text of the chunk begins
     "Take the tokens of one step."
     for t, text in zip(chunk.tokens, chunk.texts or ('',) * len(chunk.tokens), strict=True):
-        said = {text_of(t.id): finite(t.logprob)}
-        lists.tokens.append(text_of(t.id))
-        lists.token_logprobs.append(finite(t.logprob))
-        lists.top_logprobs.append({text_of(i): finite(lp) for i, lp in t.top} | said)
-        lists.text_offset.append(offset)
+        lists.add(t, text_of, offset)
         offset += len(text)
+
+def add_prompt(lists: TokenLists, first: int, scores: list[Emitted], # first: id of the token that has no probability
+               text_of: Callable[[int], str], length: int) -> None: # characters of the prompt
+    "Take the tokens of a prompt that is repeated."
+    offset = len(text_of(first))
+    lists.tokens.append(text_of(first))
+    lists.token_logprobs.append(None), lists.top_logprobs.append(None), lists.text_offset.append(0)
+    for t in scores:
+        lists.add(t, text_of, min(offset, length))
+        offset += len(text_of(t.id))
 
 # %% ../nbs/40_wire_completions.ipynb #866f5e26
 @dataclass
@@ -111,7 +124,14 @@ class TextChoice:
     def _event(self, text: str, logprobs: dict | None, reason: str | None = None) -> dict:
         return {'index': self.index, 'text': text, 'logprobs': logprobs, 'finish_reason': reason}
 
-    def opening(self) -> dict | None: return self._event(self.echo, None) if self.echo else None
+    def score(self, prompt: list[int], scores: list[Emitted]) -> None: # of all its tokens but the first
+        "Begin with the log-probabilities of the prompt."
+        assert self.text_of
+        add_prompt(self.lists, prompt[0], scores, self.text_of, len(self.echo))
+        self.length = len(self.echo)
+
+    def opening(self) -> dict | None:
+        return self._event(self.echo, self.lists.since(0) if self.lists.tokens else None) if self.echo else None
     def add(self, chunk: Chunk) -> dict | None: # None: the step has nothing to show
         "Take one step."
         before = len(self.lists.tokens)

@@ -682,6 +682,34 @@ def test_a_prediction_changes_the_account_and_nothing_else(tmp_path):
         assert n['choices'][0]['text'] == text != n['choices'][1]['text'] and n['usage']['completion_tokens'] == 80
 
 
+def test_a_prompt_is_scored_as_if_it_had_been_said(tmp_path):
+    "`echo` with `logprobs`, as programs that evaluate models send it: what an answer's tokens had as log-probabilities, they have as a prompt."
+    from mlxspec.engine import Engine
+    from mlxspec.tiny import save_tiny
+    with Engine.load(save_tiny(tmp_path / 'tiny', 'qwen3'), 'lookup', settings=load_settings({}, {}, []), cache_dir=tmp_path) as engine:
+        c = TestClient(server.make_app(Host(engine, make_params=engine.settings.params)), base_url='http://127.0.0.1')
+        decode, ids = engine.chat.tokenizer.decode, engine.encode('ab cd ab')
+        said = engine.generate(ids, max_tokens=12, ignore_eos=True, logprobs=2).tokens
+        full = ids + [t.id for t in said]
+        ask = lambda **kw: c.post(TEXTS, json=dict(prompt=full, max_tokens=1, ignore_eos=True, echo=True, logprobs=2, seed=1) | kw)
+        choice = ask().json()['choices'][0]
+        lp, n = choice['logprobs'], len(full)
+        assert choice['text'].startswith(decode(full)) and lp['token_logprobs'][0] is lp['top_logprobs'][0] is None
+        assert {len(v) for v in lp.values()} == {n + 1} and lp['tokens'] == [decode([t]) for t in full] + lp['tokens'][-1:]
+        for got, top, t in zip(lp['token_logprobs'][len(ids):-1], lp['top_logprobs'][len(ids):-1], said, strict=True):
+            assert abs(got - t.logprob) < 1e-3 and max(top.values()) == got # they were said greedily
+        assert lp['text_offset'] == sorted(lp['text_offset']) and lp['text_offset'][-1] == len(decode(full))
+        got, done = events(ask(stream=True).text)
+        parts = [e['choices'][0]['logprobs'] for e in got if e['choices'] and e['choices'][0]['logprobs']]
+        assert done and {k: sum((p[k] for p in parts), []) for k in lp} == lp and ''.join(e['choices'][0]['text'] for e in got) == choice['text']
+        both = ask(prompt=[full, ids], n=2, speculation={'disable': True}).json()['choices']
+        assert [x['logprobs']['token_logprobs'][1] for x in both] == [lp['token_logprobs'][1]] * 4 and both[0] == choice
+        error(ask(prompt=[1] * 600), 400, 'context_length_exceeded', 'prompt')
+        for wrong in ([10**12], [-1], [1, 264], [[1], [2**62]]):
+            for more in ({}, {'logprobs': None}, {'stream': True}): error(ask(prompt=wrong, **more), 400, 'invalid_value', 'prompt')
+        assert ask().json()['choices'] == [choice]
+
+
 def test_completions_of_the_real_model(client):
     r = client.completions.create(model='mine', prompt=['One, two,', 'Monday,'], max_tokens=8, logprobs=3, echo=False, stop='zzz')
     assert [c.index for c in r.choices] == [0, 1] and all(c.finish_reason in ('stop', 'length') for c in r.choices)
