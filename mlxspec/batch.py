@@ -27,9 +27,9 @@ from .rounds import CLEAR_EVERY, Flight, arms, chunk_of, detail_of, emitted, obs
 from .target import Target
 
 # %% auto #0
-__all__ = ['Asked', 'say_all', 'BatchFlight', 'Unit', 'launch_together', 'commit_plain', 'plain_together', 'Verdict', 'block_of',
-           'judge_all', 'commit_round', 'verify_together', 'Choice', 'offered', 'choose', 'draft', 'tell',
-           'draft_together', 'draft_all', 'run_choice', 'unit_step']
+__all__ = ['Asked', 'say_all', 'BatchFlight', 'Unit', 'first_rows', 'launch_together', 'commit_plain', 'plain_together',
+           'Verdict', 'block_of', 'judge_all', 'commit_round', 'verify_together', 'Choice', 'offered', 'choose',
+           'draft', 'tell', 'draft_together', 'draft_all', 'run_choice', 'unit_step']
 
 # %% ../nbs/31_batch.ipynb #baa98779
 @dataclass
@@ -122,7 +122,17 @@ class Unit:
         for i, s in zip(left, self.seats, strict=True): s.batch, s.run.cache, s.run.flight = None, self.cache.extract(i), self.flight and self.flight.of(i)
         self.cache = self.flight = None
 
-# %% ../nbs/31_batch.ipynb #9c0fb2d1
+# %% ../nbs/31_batch.ipynb #e04aefe7
+def first_rows(runs: list[Any], positions: list[int], logits: mx.array, # [B, 1, V]
+              ) -> tuple[mx.array, list[dict[str, mx.array]]]: # [B] choices; details of each
+    "What the target says to each request, as single steps."
+    kinds = {kin(r.law) for r in runs}
+    if len(kinds) == 1 and None not in kinds: # no need to part the rows
+        keys = [k for r, p in zip(runs, positions, strict=True) for k in r.law.keys(p, 1)] if runs[0].law.params.temperature else []
+        return JointLaw(runs[0].law, keys).rows(logits[:, 0], 0).choice, [{}] * len(runs)
+    rows = say_all([Asked(r.law, logits[i], p, r.past, mask=r.law.masks(r.seq.output) if r.law.mask else None) for i, (r, p) in enumerate(zip(runs, positions, strict=True))])
+    return mx.concatenate([w.choice for w in rows]), [detail_of(w, w.choice, r.seq.params) for w, r in zip(rows, runs, strict=True)]
+
 def launch_together(unit: Unit, tokens: mx.array, # [B], may be lazy
                    ) -> BatchFlight:
     "Queue a plain step on `tokens`."
@@ -131,9 +141,7 @@ def launch_together(unit: Unit, tokens: mx.array, # [B], may be lazy
     positions = [n + 1 for n in cache.places.ends]
     f = run_ragged(unit.target, cache, tokens[:, None], unit.company.way(1, cache.places.ends), any(r.hidden for r in runs))
     cache.advance([1] * len(runs))
-    rows = say_all([Asked(r.law, f.logits[i], p, r.past, mask=r.law.masks(r.seq.output) if r.law.mask else None) for i, (r, p) in enumerate(zip(runs, positions, strict=True))])
-    details = [detail_of(w, w.choice, r.seq.params) for w, r in zip(rows, runs, strict=True)]
-    choices = mx.concatenate([w.choice for w in rows])
+    choices, details = first_rows(runs, positions, f.logits)
     mx.async_eval(choices, *(a for d in details for a in d.values()))
     return BatchFlight(choices, details, [f.features(i, 1) for i in range(len(runs))])
 
