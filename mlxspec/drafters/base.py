@@ -92,8 +92,9 @@ def load_net(path: Path, # directory of a drafter
         raise PairError(f'{path.name} has a config.json but no weights: there is no .safetensors file in it.{other}')
     try: return load_model(path, get_model_classes=lambda config: classes)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, AttributeError) as e: # everything a broken directory raises in mlx-lm
-        why = ' '.join(str(e).split())[:300]
-        raise PairError(f'{path.name} cannot be loaded as {family}: {why or type(e).__name__}') from e
+        why, method = ' '.join(str(e).split())[:300], (read_config(path).get('quantization_config') or {}).get('quant_method')
+        packed = f' (its weights are packed by {method})' if method else ''
+        raise PairError(f'{path.name} cannot be loaded as {family}{packed}: {why or type(e).__name__}') from e
 
 def check_hidden(name: str, # of the drafter
                  hidden: int, # size of the hidden states that it was made for
