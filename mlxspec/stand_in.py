@@ -106,6 +106,7 @@ class StandIn:
 
     def snapshot(self) -> dict: return dict(scheduler=self.sched.snapshot(), speculation=dict(drafters=[]))
     def score(self, ids: list[int], top: int) -> list[Emitted]:
+        if not ids: raise RequestError('The prompt is empty.', 'messages')
         return [Emitted(t, 'prompt', -.2, ((t, -.2),)[:top]) for t in ids[1:]]
     def call(self, fn: Callable, *args) -> Any: return self.sched.submit_foreground(fn, *args).result()
     def close(self) -> None: self.sched.shutdown()
