@@ -268,6 +268,25 @@ def test_starvation_names_the_gate():
     p.close(drive(p, 60))
     assert p.snapshot.starved_by is None and p.snapshot.samples == 1
 
+def test_starvation_is_about_the_last_eight_and_a_known_gate_is_the_reason():
+    p, known = MtpPolicy(PAIR), MtpPolicy(PAIR, gate='gate_off')
+    for why in ['too_short'] * 9 + ['batched'] * 5:
+        for q in (p, known): q.close(q.open(), refused=why)
+    assert (p.snapshot.starved_by, known.snapshot.starved_by) == ('batched', 'gate_off')
+    known.record(sample(1.5))
+    assert known.snapshot.starved_by is None            # it lets some through, whatever it said
+
+def test_what_is_kept_has_names_and_a_day():
+    m, clock = Memory(), [1e9]
+    begin = lambda: MtpPolicy(PAIR, hints=m, now=lambda: clock[0])
+    p = begin()
+    while p.profiling:
+        assert p.snapshot.settled_at is None and [getattr(p.snapshot, f) for f in Pairing._fields] == [*PAIR]
+        p.record(sample(1.5))
+    assert (m.hint.target, m.hint.drafter, m.saves) == (PAIR.target, PAIR.drafter, 1)
+    clock[0] += 9 * 86400
+    assert p.snapshot.settled_at == begin().snapshot.settled_at == '2001-09-09'
+
 def test_every_state_of_the_machine_fits_the_table():
     for snap in [MtpPolicy(None).snapshot, MtpPolicy(PAIR, declined=WHY).snapshot, MtpPolicy(PAIR, pin=False).snapshot,
                  MtpPolicy(PAIR, adaptive=False).snapshot, MtpPolicy(PAIR).snapshot]: test_null_table(snap)
@@ -289,6 +308,13 @@ def tally(spec, plain, tokens=None): # counted steps of each arm; tokens of the 
 @pytest.mark.parametrize('t, why', [(tally(4, 6), None), (tally(3, 6), 'too_short'), (tally(4, 5), 'too_short'), (tally(4, 6, 6), None),
                                     (tally(4, 6, 5), 'too_short'), (tally(9, 3), 'too_short'), (tally(1, 40), 'too_short')])
 def test_the_least_evidence(t, why): assert why_not(t) == why
+
+@pytest.mark.parametrize('k, width, rounds, why', [(4, 1, 1, 'too_short'), (3, 1, 0, 'other_width'), (4, 2, 0, 'batched')])
+def test_only_rounds_of_the_pairings_width_and_of_one_request_are_counted(k, width, rounds, why):
+    t = Tally(4)
+    t.add(StepResult('plain', .01, 1))
+    for _ in range(3): t.add(StepResult('verify', .02, 2, k, k - 1, 1, width=width))
+    assert (t.rounds, t.tokens, t.kept) == ((3, 6, [3, 0, 0]) if rounds else (0, 0, [0, 0, 0])) and why_not(t) == why
 
 @pytest.mark.parametrize('n, log, says', [(24, .045, None), (24, .062, 'enable'), (4, .5, 'enable'), (3, .5, None), (2, -.9, 'decline'), (1, -9., None),
                                           (24, -.02, None), (24, -.04, 'decline')])
