@@ -10,6 +10,7 @@ from mlxspec.cli import main
 from mlxspec.config import Settings
 from mlxspec.core import MlxspecError, PairError
 from mlxspec.engine import Engine
+from mlxspec.memory import measure
 from mlxspec.pairing import gather
 from mlxspec.target import Target
 from mlxspec.tiny import save_tiny, save_tiny_mtp
@@ -47,7 +48,6 @@ def broken(root):
     (root / 'weightless').mkdir()
     (root / 'weightless' / 'config.json').write_text('{"model_type": "qwen3_5_mtp"}')
     renamed = lambda w: {('fc.extra' if k == 'fc.weight' else k): v for k, v in w.items()}
-    packed = lambda w: w | dict(zip(('fc.weight', 'fc.scales', 'fc.biases'), mx.quantize(w['fc.weight'], 32, 4), strict=True))
     return dict(
         nothing_there=(str(root / 'no' / 'such'), 'neither a drafter kind'),
         a_file=(str(mtp / 'config.json'), 'nor a directory'),
@@ -56,7 +56,7 @@ def broken(root):
         unknown=(changed(root / 'unknown', mtp, dict(model_type='from_tomorrow')), 'model_type from_tomorrow'),
         missing=(changed(root / 'missing', mtp, weights=lambda w: {k: v for k, v in w.items() if k != 'fc.weight'}), 'fc.weight'),
         extra=(changed(root / 'extra', eagle, weights=renamed), 'fc.extra'),
-        unsaid_quantisation=(changed(root / 'packed', eagle, weights=packed), 'fc.scales'),
+        unsaid_quantisation=(changed(root / 'packed', eagle, weights=packed_fc), 'fc.scales'),
         hidden_size=(str(save_tiny_mtp(root / 'wide', hidden_size=48)), 'hidden size 48, target has 32'),
         vocabulary=(str(save_tiny_mtp(root / 'words', vocab_size=300)), 'vocabulary of 300, target has 264'),
         draft_vocabulary=(changed(root / 'd2t', eagle, weights=lambda w: w | dict(d2t=w['d2t'] + 999)), 'd2t leads to ids outside'),
@@ -83,6 +83,51 @@ def test_every_fault_has_its_sentence(root, target):
             assert words in str(e.value) and e.value.exit_code == 2 and '\n' not in str(e.value), (name, str(e.value))
         d = gather(target, asked(drafter, speculation='auto'))
         assert not d.made and d.reason == 'pair_error' and words in d.sentence, name
+
+
+def packed_fc(w): return w | dict(zip(('fc.weight', 'fc.scales', 'fc.biases'), mx.quantize(w['fc.weight'], 32, 4), strict=True))
+
+
+def trellis(w): return {k.replace('fc.weight', 'fc.trellis'): v for k, v in w.items()}
+
+
+def nine(root):
+    "One of each kind of fault in a pair -> what is asked for, and words of the sentence."
+    mtp = save_tiny_mtp(root / 'nine' / 'mtp')
+    (root / 'nine' / 'bare').mkdir()
+    (root / 'nine' / 'bare' / 'config.json').write_text('{"model_type": "qwen3_5_mtp"}')
+    other = save_tiny(root / 'nine' / 'other', 'llama')
+    table = json.loads((other / 'tokenizer.json').read_text())
+    vocab = table['model']['vocab']
+    vocab['a'], vocab['b'] = vocab['b'], vocab['a']
+    (other / 'tokenizer.json').write_text(json.dumps(table))
+    return dict(
+        vocabulary=(str(save_tiny_mtp(root / 'nine' / 'words', vocab_size=300)), 'vocabulary of 300, target has 264'),
+        hidden_size=(str(save_tiny_mtp(root / 'nine' / 'wide', hidden_size=48)), 'hidden size 48, target has 32'),
+        tokenizer=(str(other), 'another tokenizer than target'),
+        k_out_of_range=(f'{save_tiny_dflash(root / "nine" / "dflash")}@9', 'blocks of 8 rows; K = 9 is more'),
+        tensors=(changed(root / 'nine' / 'missing', mtp, weights=lambda w: {k: v for k, v in w.items() if k != 'fc.weight'}), 'fc.weight'),
+        no_weights=(str(root / 'nine' / 'bare'), 'no weights'),
+        quantisation=(changed(root / 'nine' / 'odd', mtp, dict(quantization_config=dict(quant_method='exl3')), trellis), 'packed by exl3'),
+        no_path=(str(root / 'nine' / 'nowhere' / 'at all'), 'neither a drafter kind'),
+        memory=(str(mtp), 'the largest context that fits is'))
+
+
+def test_nine_faults_from_start_to_answer(root, target, capsys):
+    "`required` ends with 2 and the sentence; `auto` serves plain text, with the reason for /health and in the answer's stats."
+    limit = measure(target, gather(target, asked(str(save_tiny_mtp(root / 'fits')))).made, 8).total(100) / 1e9 # of the pair; the target alone takes 512 there
+    for name, (drafter, words) in nine(root).items():
+        path, _, k = drafter.partition('@')
+        more = dict(draft_block_size=int(k)) if k else dict(memory_limit=limit, context_length=512) if name == 'memory' else {}
+        flags = [f for n, v in more.items() for f in (f'--{n.replace("_", "-")}', str(v))]
+        assert main(['generate', '-p', 'x', '--model', str(root / 'target'), '--drafter', path, '--speculation', 'required', *flags]) == 2, name
+        said = capsys.readouterr().err.strip()
+        assert words in said and '\n' not in said, (name, said)
+        with Engine.load(root / 'target', path, speculation='auto', cache_dir=root / 'cache', max_tokens=3, **more) as e:
+            seen, r = e.snapshot()['speculation'], e.generate('Hello')
+        reason = 'no_memory' if name == 'memory' else 'pair_error'
+        assert (seen['drafters'], seen['reason']) == ([], reason) and words in seen['detail'], (name, seen)
+        assert r.stats.reasons[reason] == 3 and not r.stats.drafted, name
 
 
 def test_auto_serves_plain_and_says_why(root, target):
