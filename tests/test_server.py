@@ -25,13 +25,14 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
-from mlxspec import budget, edge, feed, gate, server, serving
+from mlxspec import budget, edge, feed, gate, host, server, serving
 from mlxspec.config import load_settings
 from mlxspec.core import EngineError, RequestStats
 from mlxspec.host import Host
 from mlxspec.metrics import CAUSES, Ledger, cause
 from mlxspec.policy import STATES, MtpPolicySnapshot
 from mlxspec.stand_in import StandIn
+from mlxspec.wire_chat import read_chat
 
 T = 30  # seconds after which a wait counts as a hang
 CHAT = '/v1/chat/completions'
@@ -212,6 +213,18 @@ def test_silence_is_filled_with_comments(make, monkeypatch):
     assert blocks[:first] == [': ping'] * first and first >= 2 and ': ping' in blocks[first:] and events(r.text)[1]
 
 
+def test_what_is_ready_together_leaves_in_one_write(make):
+    "One event per step, whatever the writes."
+    c = make(*'abcdef')
+    async def scenario():
+        turn, first = await host.begin(c.host, read_chat(HELLO | {'stream': True}))
+        await until(lambda: turn.feed.items and isinstance(turn.feed.items[-1][1], Future))
+        return [e async for e in host.events(c.host, turn, first, 'req_1')]
+    writes = asyncio.run(scenario())
+    got, done = events(''.join(writes))
+    assert len(writes) <= 2 and done and [e['choices'][0]['delta'].get('content') for e in got] == ['', *'abcdef', None]
+
+
 def test_an_error_after_the_grace_is_an_event(make):
     wait = threading.Event()
     threading.Timer(.2, wait.set).start()
@@ -307,6 +320,7 @@ def test_a_full_queue_says_when_to_come_back(make):
             await asyncio.wait_for(x.task, T)
             assert x.sent[0]['status'] == 429 and int(dict(x.sent[0]['headers'])[b'retry-after']) >= 1
             assert json.loads(x.sent[1]['body'])['error']['code'] == 'queue_full'
+        assert len(c.engine.chat.seen) == 3                   # nothing was rendered for those without a place
         assert ready.get('/health/ready').status_code == 503 and ready.get('/health').status_code == 200
         never.set()
         for x in callers: await asyncio.wait_for(x.task, T)
