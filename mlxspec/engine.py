@@ -12,7 +12,7 @@ import queue
 import secrets
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -203,7 +203,10 @@ def on_new_owner(make: Callable[[ModelWorkScheduler], Any], # runs on the new ow
                  settings: Settings) -> Any: # what it returns
     "Begin a thread that owns what is made on it."
     scheduler = scheduler_for(settings, device.leave_thread)
-    try: return scheduler.submit_foreground(make, scheduler).result()
+    try:
+        made = scheduler.submit_foreground(make, scheduler)
+        while not made.done(): wait([made], 0.5) # a signal that comes right before an endless wait would not end it
+        return made.result()
     except BaseException as e: # whoever interrupts does not wait until a large file is read
         scheduler.shutdown(timeout=2.0 if isinstance(e, KeyboardInterrupt) else 10.0)
         raise
