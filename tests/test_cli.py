@@ -195,6 +195,56 @@ def test_an_interrupt_is_quiet():
     assert (p.returncode, err) == (130, '')
 
 
+BUSY = """
+import sys, mlx.core as mx, mlxspec.target as t
+from mlxspec.cli import main
+def load(*a):
+    print('loading', flush=True)
+    while True: mx.eval(mx.ones((256, 256)) @ mx.ones((256, 256)))
+t.load_files = load
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize('args', [['generate', 'x'], ['serve', '--port', '0']], ids=lambda a: a[0])
+def test_an_interrupt_while_loading_is_one_line_and_no_abort(args):
+    listen = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen([sys.executable, '-c', BUSY, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=listen) as p:
+        assert p.stdout.readline() == 'loading\n'
+        p.send_signal(signal.SIGINT)
+        try: out, err = p.communicate(timeout=60)
+        finally: p.kill()
+    assert (p.returncode, out, err) == (130, '', 'mlxspec: interrupted while loading.\n')
+
+
+def test_what_takes_long_says_so(tmp_path, capsys):
+    from mlxspec.tiny import save_tiny, save_tiny_adapter
+    model, kept = str(save_tiny(tmp_path/'tiny [4bit]', 'llama')), str(tmp_path/'cache')
+    ask = ['generate', 'ab ab ab', '--model', model, '--max-tokens', '4', '--draft-block-size', '2', '--cache-dir', kept]
+    told = []
+    for more in ([], [], ['--no-spec']):
+        assert cli.main([*ask, *more]) == 0
+        told.append(capsys.readouterr())
+    assert [t.err for t in told] == ['mlxspec: measuring which verify widths of tiny [4bit] are exact here, once per machine ...\n', '', '']
+    assert len({t.out for t in told}) == 1 and told[0].out.strip()
+    for more, says in ((['--kv-bits', '8'], 'groups of 64 do not divide the 8 numbers of a head'), (['--max-kv-size', '64'], 'makes its caches itself'),
+                       (['--kv-bits', '5'], '--kv-bits must be 4 or 8, not'), (['--adapter-path', str(tmp_path/'gone')], 'There is no adapter at'),
+                       (['--adapter-path', str(save_tiny_adapter(tmp_path/'wide', 'llama', hidden_size=64))], 'does not fit tiny [4bit]')):
+        assert cli.main([*ask, *more]) == 2
+        out, err = capsys.readouterr()
+        assert out == '' and err.startswith('mlxspec: ') and err.count('\n') == 1 and says in err
+
+
+def test_a_repository_without_a_network(capsys, monkeypatch, tmp_path):
+    from huggingface_hub import constants
+    monkeypatch.setattr(constants, 'HF_HUB_CACHE', str(tmp_path))
+    says = 'mlxspec: nobody/no-such-model is not on this machine'
+    assert cli.main(['generate', 'x', '--model', 'nobody/no-such-model']) == 2
+    assert capsys.readouterr().err == f'{says}; fetching it from huggingface.co.\n{says}, and HF_HUB_OFFLINE keeps it from being fetched.\n'
+    done = run('serve', '--port', '0', '--model', 'nobody/no-such-model', env=dict(HF_HUB_OFFLINE='0', HF_ENDPOINT='http://127.0.0.1:9', HF_HOME=str(tmp_path)))
+    assert (done.returncode, done.stdout) == (2, '') and done.stderr.splitlines()[-1] == f'{says}, and huggingface.co cannot be reached.'
+
+
 def test_a_reader_that_goes_away_is_nobodys_fault():
     r, w = os.pipe()
     os.close(r)

@@ -8,11 +8,15 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models import base
 from mlx_lm.models.cache import QuantizedKVCache
 
-from mlxspec.core import ConfigError, ModelError
+from mlxspec.config import Settings
+from mlxspec.core import Cancelled, ConfigError, ModelError
+from mlxspec.device import detect
+from mlxspec.drafters.lookup import Lookup
 from mlxspec.engine import Engine
 from mlxspec.exactness import Exactness, finish
 from mlxspec.host import fingerprint
 from mlxspec.kv import KV
+from mlxspec.pairing import make_exactness
 from mlxspec.target import Target
 from mlxspec.tiny import byte_tokenizer, save_tiny, save_tiny_adapter, tiny_model
 
@@ -73,6 +77,14 @@ def test_the_probe_runs_on_packed_rows(monkeypatch):
         x = Exactness(t, 2)
         finish(x.probe())
         assert x.summary()['strategy'] == way and x.level(2, 100) == 'identical', x.trials
+
+
+def test_a_probe_that_nobody_waits_for():
+    "Ctrl-C while an engine starts does not wait for the last width."
+    t = target()
+    steps = iter([False, False, True])
+    with pytest.raises(Cancelled): make_exactness(t, (Lookup(),), detect(), Settings(), lambda: next(steps))
+    assert next(steps, None) is None
 
 
 # ---- a ring
