@@ -18,14 +18,15 @@ from .accept import accept, embeddable, judge, walk
 from .cache import zero_tail
 from .core import Chunk, Emitted, Params, Proposal, Rows, StepResult
 from .drafters.base import Guest
-from .drafters.prediction import invited
+from .drafters.prediction import Prediction, invited
 from .law import DraftLaw, Law, Mask, Past
 from .sequence import Delta, Sequence
 from .target import Target
 
 # %% auto #0
 __all__ = ['CLEAR_EVERY', 'Flight', 'Running', 'open_running', 'tapped', 'promise', 'observe', 'prefill_step', 'detail_of',
-           'emitted', 'to_host', 'launch', 'plain_step', 'chunk_of', 'verify_step', 'settle', 'arms', 'step', 'fit']
+           'emitted', 'to_host', 'launch', 'plain_step', 'chunk_of', 'verify_step', 'settle', 'top_up', 'arms', 'step',
+           'fit']
 
 # %% ../nbs/22_rounds.ipynb #ba134ebf
 @dataclass
@@ -215,6 +216,14 @@ def settle(target: Target, run: Running) -> None:
         mx.eval([c.state for c in run.cache])
         run.settled = True
 
+# %% ../nbs/22_rounds.ipynb #97a191fe
+def top_up(run: Running, p: Proposal, most: int) -> Proposal: # most: drafts
+    "Where a prediction says less than it may, the text itself may know how it goes on."
+    if not 0 < len(p) < most or p.sources[-1] != Prediction.kind: return p
+    for g in run.guests:
+        if more := g.extend(p.tokens.tolist(), most - len(p)): return replace(p, tokens=mx.concatenate([p.tokens, mx.array(more)]), sources=p.sources + (g.kind,) * len(more))
+    return p
+
 # %% ../nbs/22_rounds.ipynb #eabf4f44
 CLEAR_EVERY = 256 # tokens between calls that hand unused memory back, as in mlx-lm
 
@@ -272,4 +281,4 @@ def _propose(run: Running, k: int, offers: list[str]) -> Proposal:
         g.look(run.cache)
         p = g.propose(min(k - 1, g.drafter.max_drafts), DraftLaw(run.law, len(run.seq.tokens), run.past))
         if len(p): break
-    return p
+    return top_up(run, p, k - 1)

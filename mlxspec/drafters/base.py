@@ -197,6 +197,12 @@ class Guest:
         if drafts.shape != (min(k, len(p)),): raise ValueError(f'{self.kind} names {len(p)} drafts and gives {drafts.shape}')
         return replace(p, tokens=drafts, sources=p.sources[:k])
 
+    def extend(self, drafts: list[int], # of somebody else
+               k: int) -> list[int]: # at most k tokens
+        "What a drafter that needs nothing but tokens would put behind them."
+        extend = getattr(self.drafter, 'extend', None)
+        return self._call(extend, self.state, drafts, k, otherwise=[]) if extend and self.state is not None else []
+
     def observe(self, tokens: list[int], features: dict | None, accepted: int) -> None:
         "Tell the drafter what came: row r of the features belongs to the input row that `tokens[r]` followed."
         if self.state is not None: self._call(self._tell, tokens, features, accepted)

@@ -55,6 +55,14 @@ class Automaton:
         s = self.link[self.last] if self.size else -1
         return (self.length[s], self.end[s] + 1) if s > 0 else (0, 0)
 
+    def behind(self, more: list[int]) -> tuple[int, int]: # as `match`
+        "The longest suffix of the text with these tokens behind it that occurred in the text."
+        s, n = self.last, self.size
+        for t in more:
+            while s >= 0 and t not in self.next[s]: s = self.link[s]; n = self.length[max(s, 0)]
+            s, n = (self.next[s][t], n + 1) if s >= 0 else (0, 0)
+        return (n, self.end[s] + 1) if s > 0 else (0, 0)
+
 # %% ../../nbs/12_lookup.ipynb #5573079b
 MIN_MATCH = 2 # tokens that must agree before anything is drafted
 
@@ -89,6 +97,12 @@ class Lookup:
         if n < MIN_MATCH: return Proposal([], (), reason='no_match')
         drafts = s.seq.tokens[at:at + min(k, 2 * n)]
         return Proposal(drafts, ('lookup',) * len(drafts))
+
+    def extend(self, s: LookupState, drafts: list[int], k: int) -> list[int]:
+        "What may follow drafts that somebody else has made."
+        s.match()
+        n, at = s.index.behind(drafts)
+        return s.seq.tokens[at:at + min(k, 2 * n)] if n >= MIN_MATCH else []
 
     def observe(self, states: list, tokens: list, features: list, accepted: list) -> None: pass # the sequence has the tokens
 
