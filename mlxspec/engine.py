@@ -27,7 +27,7 @@ from .policy import MtpPolicySnapshot
 from .scheduler import ModelWorkScheduler, OwnerStopped, scheduler_for, stopped
 
 # %% auto #0
-__all__ = ['Submit', 'admit', 'Job', 'make_plan', 'make_company', 'make_floor', 'call_stepper', 'make_request', 'Parts',
+__all__ = ['Submit', 'admit', 'Job', 'make_plan', 'make_company', 'make_floor', 'call_stepper', 'make_request', 'Later', 'Parts',
            'assemble', 'publisher', 'requests_first', 'picture', 'on_new_owner', 'options_of', 'chunks', 'achunks',
            'Asking', 'Engine']
 
@@ -157,6 +157,16 @@ def make_request(prompt: list[int], params: Params, target: Target, plan: Plan,
     return Request(Sequence(prompt, params, stream, target.eos), plan, on_chunk)
 
 # %% ../nbs/33_engine.ipynb #c8b62596
+class Later:
+    "A file of measurements that is read at once, and written when nobody waits."
+    def __init__(self, file: Any, # a MemoFile
+                 scheduler: ModelWorkScheduler):
+        self.file, self.scheduler = file, scheduler
+    def load(self) -> Any: return self.file.load()
+    def save(self, value: Any) -> None:
+        future = self.scheduler.submit_idle_persistence(self.file.save, value, coalesce_key=self.file.path)
+        if future.done(): self.file.save(value) # refused: the end has come, and nobody waits any more
+
 @dataclass(frozen=True)
 class Parts:
     "What serves the requests of an engine."
@@ -173,6 +183,8 @@ def assemble(target: Target, machine: device.Device, settings: Settings, schedul
     plan, context = make_plan(target, machine, settings, think, publish, lambda: scheduler.closing)
     plan = replace(plan, special=special_ids(target.tokenizer), prefix=prefix_store(target, plan.drafters.made, machine, settings, scheduler))
     company = make_company(target, plan, machine, settings)
+    for probe in (plan.exactness, company):
+        if probe: probe.memo = Later(probe.memo, scheduler)
     floor = make_floor(target, plan, company, settings, scheduler)
     if machine.gpu_device: scheduler.keep_warm(device.touch)
     return Parts(plan, company, floor, context, identity(target, plan.drafters.made))
