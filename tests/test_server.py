@@ -213,6 +213,13 @@ def test_silence_is_filled_with_comments(make, monkeypatch):
     assert blocks[:first] == [': ping'] * first and first >= 2 and ': ping' in blocks[first:] and events(r.text)[1]
 
 
+def test_an_engine_in_one_long_step_is_bridged_too(make, monkeypatch):
+    monkeypatch.setattr(feed, 'PING_S', .05)
+    blocks = make(.4, 'a', .4, 'b', grace_s=.05).post(CHAT, json=HELLO | {'stream': True}).text.split('\n\n')
+    first = next(i for i, b in enumerate(blocks) if '"role"' in b)
+    assert first >= 2 and blocks[first:].count(': ping') >= 2 and events('\n\n'.join(blocks))[1]
+
+
 def test_what_is_ready_together_leaves_in_one_write(make):
     "One event per step, whatever the writes."
     c = make(*'abcdef')
@@ -305,6 +312,29 @@ def test_a_client_that_leaves_while_its_prompt_is_read_leaves_nothing(make, stre
         await until(lambda: len(c.engine.asked) == 3 and c.host.jobs == {})
         assert c.engine.snapshot()['scheduler']['cancelled'] == 3
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize('stream', [False, True])
+def test_a_client_that_leaves_between_the_last_token_and_the_end_disturbs_nobody(make, caplog, stream):
+    c, at, go = make('<think>hm</think>', 'yes'), threading.Event(), threading.Event()
+    letters = c.engine.chat.tokenizer
+    encode = letters.encode
+    def slowly(text, **kw): # its thoughts are counted at the end
+        if text == 'hm':
+            at.set()
+            assert go.wait(T)
+        return encode(text)
+    letters.encode = slowly
+
+    async def scenario():
+        caller = Caller(server.make_app(c.host), HELLO | {'stream': stream})
+        await until(at.is_set)
+        caller.leave.set()
+        go.set()
+        await asyncio.wait_for(caller.task, T)
+    asyncio.run(scenario())
+    assert c.engine.snapshot()['scheduler']['cancelled'] == 0 and not [r for r in caplog.records if r.levelname == 'ERROR']
+    assert c.post(CHAT, json=HELLO).json()['choices'][0]['message']['content'] == 'yes'
 
 
 def test_a_full_queue_says_when_to_come_back(make):
