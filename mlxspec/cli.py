@@ -147,7 +147,7 @@ class Teller(logging.Handler):
 def tell() -> None:
     "From now on, show what `mlxspec.core.notice` is told."
     log = logging.getLogger('mlxspec.notice')
-    log.handlers, log.propagate = [Teller()], False
+    log.handlers[:], log.propagate = [Teller()], False
     log.setLevel('INFO')
 
 @contextmanager

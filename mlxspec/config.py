@@ -108,7 +108,7 @@ def check(row: Row,
     "Parse and check one value. Raises `ConfigError` that names the place and what is accepted."
     try:
         v = PARSE[row.kind](value.strip()) if text else typed(row.kind, value)
-        if text and row.choices and row.kind == 'str': v = v.casefold()
+        if text and row.choices and row.kind == 'str': v = str(v).casefold()
         good = v in row.choices if row.choices else within(v, row.lo, row.hi)
     except ValueError: good = False
     shown = 'what it is' if row.secret else repr(value)[:60]

@@ -17,7 +17,7 @@ from .cache import is_recurrent, with_windows
 from .core import ConfigError
 
 # %% auto #0
-__all__ = ['KEEP', 'no_groups', 'PackedCache', 'KV', 'try_kv']
+__all__ = ['KEEP', 'AS_COMPUTED', 'no_groups', 'PackedCache', 'KV', 'try_kv']
 
 # %% ../nbs/06_kv.ipynb #af4cea54
 def no_groups(D: int, # numbers of a head
@@ -88,6 +88,8 @@ class KV:
             what = 'a sliding window' if hasattr(entry, 'max_size') else f'a {type(entry).__name__}'
             raise ConfigError(f'{self.option}: {name} has {what} among its caches, which cannot be packed.')
         return PackedCache(self.group, self.bits or 0)
+
+AS_COMPUTED = KV() # what mlx-lm does when nobody asks for anything
 
 # %% ../nbs/06_kv.ipynb #f96f6827
 def try_kv(model: Any, kv: KV, name: str) -> None:

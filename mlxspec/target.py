@@ -18,7 +18,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_adapters, load_config, load_model, load_tokenizer
 
@@ -26,7 +25,7 @@ from .cache import is_recurrent, leaves, take_back, takes_back, written
 from .config import parse_path
 from .core import Forward, MlxspecError, ModelError
 from .fetch import fetch
-from .kv import KV, PackedCache, try_kv
+from .kv import AS_COMPUTED, KV, PackedCache, try_kv
 from .recurrent import Tape, fits, listen, recording, replay
 from .strategies import OneWay, Ways, attention_homes, latent_layers, row_attention
 
@@ -253,9 +252,9 @@ class Target:
                  config: dict, # config.json; {} for a bare model
                  name: str, # what it is called on the wire
                  path: Path | None = None, # its directory, if it has one
-                 kv: KV = KV(), # how keys and values are kept
+                 kv: KV = AS_COMPUTED, # how keys and values are kept
                  adapter: Path | None = None): # directory of the adapter that the model has, if it has one
-        self.model, self.config, self.name, self.path, self.adapter, self.kv = model, config, name, path, adapter, KV()
+        self.model, self.config, self.name, self.path, self.adapter, self.kv = model, config, name, path, adapter, AS_COMPUTED
         self.tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
         context = first_of(config, 'max_position_embeddings', 'max_seq_len', 'n_ctx')
         self.context_length = context if isinstance(context, int) and context > 0 else None # None: unlimited, as far as we know
@@ -272,7 +271,7 @@ class Target:
     @classmethod
     def load(cls, model: str | Path,
              classes: tuple[type, type] | None = None, # model and arguments, for a type that mlx-lm does not have
-             kv: KV = KV(), adapter: Path | None = None) -> Target:
+             kv: KV = AS_COMPUTED, adapter: Path | None = None) -> Target:
         "Load a directory or repository; ModelError when that fails, ConfigError when its cache cannot be as asked."
         path = model_path(model)
         net, tokenizer, config = load_files(path, classes, adapter)

@@ -24,7 +24,8 @@ pytestmark = pytest.mark.usefixtures('quiet')
 WIDE = dict(head_dim=64, seed=3)
 
 
-def target(kind='llama', kv=KV(4), **changes): return Target(tiny_model(kind, **WIDE | changes), byte_tokenizer(), {}, kind, kv=kv)
+Q4 = KV(4)
+def target(kind='llama', kv=Q4, **changes): return Target(tiny_model(kind, **WIDE | changes), byte_tokenizer(), {}, kind, kv=kv)
 def said(t, ids, n=h.N, **kw): return [x for x, _ in generate_step(mx.array(ids), t.model, max_tokens=n, **kw)]
 def packed(kv): return dict(kv_bits=kv.bits, kv_group_size=kv.group, quantized_kv_start=0)
 
