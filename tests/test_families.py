@@ -8,6 +8,7 @@ from mlxspec.drafters.base import Guest, quantize
 from mlxspec.drafters.gemma4_assistant import build_gemma4_assistant
 from mlxspec.drafters.glm4_moe_lite_mtp import build_glm4_moe_lite_mtp
 from mlxspec.drafters.inkling_mtp import build_inkling_mtp
+from mlxspec.drafters.lookup import Lookup
 from mlxspec.drafters.prediction import Prediction, PredictionState, Script
 from mlxspec.drafters.qwen3_5_mtp import build_qwen3_5_mtp
 from mlxspec.law import DraftLaw, Law
@@ -170,3 +171,28 @@ def test_memory_goes_with_the_sequence(kind, family, assistant):
     part = Guest(d, r.seq)
     part.restore(saved, 0)
     assert part.failures == 0
+
+
+@pytest.mark.parametrize('kind', CACHES)
+def test_a_block_of_two_sources(kind):
+    "A prediction with holes, continued from a text that holds the answer: the same text, in fewer steps than either alone, each draft with its label."
+    t = h.target(kind)
+    ids = t.tokenizer.encode(h.PROMPTS[2])
+    for temperature in (0., 1.):
+        args = dict(temperature=temperature, seed=3, max_tokens=40)
+        answer = h.run(t, ids, **args).output
+        longer = [*answer, *ids] # it has been said before, maybe in another way
+        plain = h.run(t, longer, **args).output
+        steps, sources = {}, {}
+        for name, drafters in dict(one=[Short(plain)], both=[Short(plain), Lookup()]).items():
+            r = h.run(t, longer, 6, drafters, **args)
+            assert r.output == plain
+            h.adds_up(r)
+            steps[name], sources[name] = r.stats.rounds + r.stats.plain_steps, r.stats.sources
+        assert steps['both'] <= steps['one'] and set(sources['one']) == {'prediction'}
+        assert sum(d for d, _ in sources['both'].values()) == r.stats.drafted and sum(a for _, a in sources['both'].values()) == r.stats.accepted
+
+
+class Short(Right):
+    "Two right tokens at a time."
+    def propose(self, states, ks, laws): return super().propose(states, [min(2, k) for k in ks], laws)
