@@ -245,7 +245,7 @@ class PrefixStore:
             try: yield next(steps)
             except StopIteration as e:
                 self.free, self.measured = not e.value, True
-                if self._memo: self._memo.save(dict(free=self.free))
+                if self._memo: self._persist(self._memo.save, dict(free=self.free))
 
     def write(self, r: Record) -> Iterator[None]:
         "Persistence: write a record, and keep all files within the budget."

@@ -449,3 +449,18 @@ def test_of_a_request_that_left_a_batch_nothing_is_kept(tmp_path):
         both.set()
         assert isinstance(jobs[0].future.exception(60), Cancelled) and jobs[1].future.result(60)
         assert [r.tokens[0] for r in e._plan.prefix.shelf.records.values()] == [66]
+
+
+def test_the_owner_writes_files_in_the_persistence_band_only(tmp_path, monkeypatch):
+    "Verdicts of probes, the measurement of chunks, states of prompts."
+    wrote, replace = [], os.replace
+    with Engine.from_model(tiny_model('llama', mx.bfloat16), byte_tokenizer(), scheduler_mode='mtp_batch', max_active_requests=2, drafter='lookup', mtp_gate='force',
+                           cache_dir=tmp_path, prefix_disk_bytes=1 << 22, idle_grace_s=0.) as e:
+        def seen(a, b):
+            wrote.append((threading.current_thread().name, e._scheduler._desk.hand.band, Path(b).parent.name if Path(b).suffix == '.json' else 'prefix'))
+            return replace(a, b)
+        monkeypatch.setattr(os, 'replace', seen)
+        jobs = [e.submit([65 + i] * 9, Params(max_tokens=40, ignore_eos=True)) for i in range(2)]
+        for j in jobs: j.future.result(60)
+        until(lambda: len(list(tmp_path.rglob('*.safetensors'))) == 2)
+    assert {w[2] for w in wrote} == {'exactness', 'prefix'} and {w[:2] for w in wrote} == {('mlxspec-owner', 'persistence')}
