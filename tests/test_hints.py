@@ -91,6 +91,43 @@ def test_a_damaged_file_is_put_aside_once(tmp_path, caplog, bad):
     f.save(HINT)
     assert f.load() == HINT
 
+def test_a_file_without_a_checksum_or_without_end_is_no_hint():
+    body = json.loads(DATA)
+    del body['sum']
+    with pytest.raises(ValueError, match='checksum'): decode(canonical(body), KEY)
+    assert decode(DATA + b' ' * (hints.MAX_BYTES - len(DATA)), KEY) == HINT
+    with pytest.raises(ValueError, match='longer'): decode(DATA + b' ' * (hints.MAX_BYTES - len(DATA) + 1), KEY)
+
+@pytest.mark.parametrize('verdict, by, lasts', [('enable', 'measured', True), ('enable', 'static_default', False), ('decline', 'measured', False)])
+@pytest.mark.parametrize('sign', [1, -1], ids=['old', 'from the future'])
+def test_what_expires(verdict, by, lasts, sign):
+    h, month = replace(HINT, verdict=verdict, settled_by=by), sign * 30 * 86400
+    assert not h.expired(h.written_at + month) and h.expired(h.written_at + month + sign) is not lasts
+
+def test_a_good_file_that_came_meanwhile_is_not_put_aside(tmp_path, monkeypatch):
+    f, locked = HintFile(tmp_path, KEY), hints.locked
+    f.path.write_bytes(b'damaged')
+    def later(directory): # another server wins the lock first
+        f.path.write_bytes(DATA)
+        return locked(directory)
+    monkeypatch.setattr(hints, 'locked', later)
+    assert f.load() is None and not f.path.with_suffix('.bad').exists() and f.load() == HINT
+
+def test_a_fingerprint_is_of_names_contents_and_borders(tmp_path):
+    def of(**files):
+        d = tmp_path / str(len(list(tmp_path.iterdir())))
+        d.mkdir()
+        for name, data in files.items(): (d / name.replace('_', '.')).write_bytes(data)
+        return hints.fingerprint(d)
+    head = (2).to_bytes(8, 'little') + b'{}'
+    weights = lambda change=b'': head + b'a' * 50_000 + change + b'a' * (50_000 - len(change))
+    base = dict(config_json=b'{}', model_safetensors=weights(), model_safetensors_index_json=b'{}')
+    others = [dict(config_json=b'{ }'), dict(model_safetensors=weights(b'b' * 8192)), dict(model_safetensors_index_json=b'[]'), dict(other_safetensors=b'')]
+    assert of(**base) == of(**base, README_md=b'words') # nothing that matters
+    assert len({of(**base), of(), *(of(**base | o) for o in others)}) == len(others) + 2
+    assert of(a_safetensors=head, b_safetensors=head) != of(a_safetensors=head, c_safetensors=head)
+    assert of(config_json=b'x', x_index_json=b'') != of(config_json=b'', x_index_json=b'x')
+
 def test_hint_version_is_in_the_file(monkeypatch):
     monkeypatch.setattr(hints, 'HINT_VERSION', 2)
     with pytest.raises(ValueError, match='version 1, not 2'): decode(DATA, KEY)
@@ -110,8 +147,8 @@ def test_a_full_disk_leaves_the_old_hint(tmp_path, monkeypatch, caplog):
     def full(fd): raise OSError(28, 'No space left on device')
     monkeypatch.setattr(hints.os, 'fsync', full)
     for _ in range(3): f.save(replace(HINT, verdict='decline'))
-    assert f.load() == HINT
     assert [p.name for p in tmp_path.iterdir() if p.name != '.lock'] == [f.path.name]
+    assert f.load() == HINT
     assert len(caplog.records) == 1 and 'memory only' in caplog.text
 
 @pytest.mark.skipif(os.name == 'nt' or os.geteuid() == 0, reason='the superuser may write anywhere')
