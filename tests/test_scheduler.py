@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from mlxspec.bands import Dropped, Graces, KeepAlive
+from mlxspec.config import Settings
 from mlxspec.core import Cancelled, EngineError
-from mlxspec.scheduler import GENERATIONS, ModelWorkScheduler, OwnerStopped
+from mlxspec.scheduler import GENERATIONS, ModelWorkScheduler, OwnerStopped, scheduler_for
 
 T = 20  # seconds after which a wait counts as a hang; never reached by a passing test
 
@@ -334,6 +335,46 @@ def test_order_of_the_bands():
     p.trace.clear()
     p.play(3)
     assert [t if isinstance(t, int) else t[:2] for t in p.trace] == [('call', 0.), 0, 1, 2, ('state', .3), ('file', .55)]
+
+
+def test_graces_count_from_the_later_of_submission_and_foreground():
+    p = Played()
+    p.sched.submit_foreground(int)
+    p.play(1)
+    p.sched.submit_idle_postcommit(p.note('late'))                     # 1 s after the last foreground work
+    p.play(2)
+    p.now = 3.
+    p.sched.submit_idle_postcommit(p.note('pushed'))
+    p.now = 3.2
+    p.sched.submit_foreground(int)                                     # it has to wait again
+    p.play(5)
+    assert [n for n, *_ in p.trace] == ['late', 'pushed'] and [t for _, t, _ in p.trace] == pytest.approx([1.3, 3.5])
+
+
+def test_a_scheduler_by_the_options():
+    s = scheduler_for(Settings(scheduler_mode='hyper', idle_grace_s=1., persistence_quiet_grace_s=2., idle_live_s=3., keepalive_interval_s=4., keepalive_window_s=5.,
+                               persistence_pinned_bytes=6, shutdown_flush_s=7., stall_s=8.))
+    b = s._desk.bands
+    assert (b.graces, b.keepalive.interval_s, b.keepalive.window_s, b.pin_limit, s._desk.flush_s, s._dog.stall_s) == (Graces(1., 2., 3.), 4., 5., 6, 7., 8.)
+    assert s.snapshot()['mode'] == 'hyper' and s.shutdown()
+
+
+def test_persistence_comes_before_the_beat_and_the_beat_only_when_idle():
+    p = Played(keepalive=KeepAlive(interval_s=.2, window_s=10.), graces=Graces(.3, .3))
+    p.sched.keep_warm(p.note('beat'))
+    p.sched.submit_foreground(int)
+    p.sched.turn()
+    p.sched.submit_idle_persistence(p.note('file'))
+    p.play(.65)
+    assert p.names()[:3] == ['beat', 'file', 'beat'] and p.sched.snapshot()['active_lane'] == 'idle'
+
+
+def test_only_lanes_of_the_contract_are_shown():
+    p = Played()
+    def steps(*lanes): yield from lanes
+    p.sched.submit_stepper(steps('prefill', 'probe', 'mtp_batch', None, 'probe'))
+    seen = [p.sched.turn() and p.sched.snapshot()['active_lane'] for _ in range(5)]
+    assert seen == ['prefill', 'prefill', 'mtp_batch', 'mtp_batch', 'mtp_batch']
 
 
 def test_foreground_comes_between_the_steps_of_idle_work():
