@@ -15,7 +15,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from test_server import CHAT, T, get, start, stop
+from test_server import CHAT, T, get, make, start, stop  # noqa: F401  (a fixture)
 
 from mlxspec.config import MODES
 from mlxspec.core import Params
@@ -151,3 +151,20 @@ def test_a_log_that_nobody_reads_holds_up_nobody():
     os.close(w)
     assert len(os.read(r, 10_000)) > 2000 # it was full
     os.close(r)
+
+
+def test_an_owner_that_does_not_move_is_alive_and_not_ready(make):  # noqa: F811
+    stuck, go = threading.Event(), threading.Event()
+    def step(): stuck.set(), go.wait(T)
+    c = make('a', step, 'b')
+    c.engine.sched._dog.stall_s = .05
+    job = c.engine.submit([65], Params(), lambda chunk: None)
+    assert stuck.wait(T)
+    end = time.monotonic() + T
+    while c.get('/health/ready').status_code == 200 and time.monotonic() < end: time.sleep(.01)
+    assert [c.get(p).status_code for p in ('/health', '/health/ready', '/health/live')] == [503, 503, 200]
+    assert c.get('/health').json()['error']['code'] == 'engine_stalled' and c.post(CHAT, json=GOOD).status_code == 503
+    go.set()
+    job.future.result(T)
+    while c.get('/health').status_code != 200 and time.monotonic() < end: c.engine.call(int)
+    assert [c.get(p).status_code for p in ('/health', '/health/ready', '/health/live')] == [200, 200, 200]
