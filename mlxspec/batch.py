@@ -27,9 +27,9 @@ from .rounds import CLEAR_EVERY, Flight, arms, chunk_of, detail_of, emitted, obs
 from .target import Target
 
 # %% auto #0
-__all__ = ['Asked', 'say_all', 'BatchFlight', 'Unit', 'first_rows', 'launch_together', 'commit_plain', 'plain_together',
-           'Verdict', 'block_of', 'judge_all', 'commit_round', 'verify_together', 'Choice', 'offered', 'choose',
-           'draft', 'tell', 'draft_together', 'draft_all', 'run_choice', 'unit_step']
+__all__ = ['Asked', 'say_all', 'BatchFlight', 'Unit', 'mask_of', 'first_rows', 'launch_together', 'commit_plain',
+           'plain_together', 'Verdict', 'block_of', 'judge_all', 'commit_round', 'verify_together', 'Choice', 'offered',
+           'choose', 'draft', 'tell', 'draft_together', 'draft_all', 'run_choice', 'unit_step']
 
 # %% ../nbs/31_batch.ipynb #baa98779
 @dataclass
@@ -123,14 +123,19 @@ class Unit:
         self.cache = self.flight = None
 
 # %% ../nbs/31_batch.ipynb #e04aefe7
-def first_rows(runs: list[Any], positions: list[int], logits: mx.array, # [B, 1, V]
+def mask_of(seat: Seat, drafts: list[int]) -> Any: # [n + 1, V], or None
+    "What a request's grammar allows; one that raises ends its own request."
+    law = seat.run.law
+    return seat.attempt(law.masks, seat.seq.output, drafts) if law.mask else None
+
+def first_rows(runs: list[Any], masks: list[Any], positions: list[int], logits: mx.array, # [B, 1, V]
               ) -> tuple[mx.array, list[dict[str, mx.array]]]: # [B] choices; details of each
     "What the target says to each request, as single steps."
     kinds = {kin(r.law) for r in runs}
     if len(kinds) == 1 and None not in kinds: # no need to part the rows
         keys = [k for r, p in zip(runs, positions, strict=True) for k in r.law.keys(p, 1)] if runs[0].law.params.temperature else []
         return JointLaw(runs[0].law, keys).rows(logits[:, 0], 0).choice, [{}] * len(runs)
-    rows = say_all([Asked(r.law, logits[i], p, r.past, mask=r.law.masks(r.seq.output) if r.law.mask else None) for i, (r, p) in enumerate(zip(runs, positions, strict=True))])
+    rows = say_all([Asked(r.law, logits[i], p, r.past, mask=masks[i]) for i, (r, p) in enumerate(zip(runs, positions, strict=True))])
     return mx.concatenate([w.choice for w in rows]), [detail_of(w, w.choice, r.seq.params) for w, r in zip(rows, runs, strict=True)]
 
 def launch_together(unit: Unit, tokens: mx.array, # [B], may be lazy
@@ -141,7 +146,7 @@ def launch_together(unit: Unit, tokens: mx.array, # [B], may be lazy
     positions = [n + 1 for n in cache.places.ends]
     f = run_ragged(unit.target, cache, tokens[:, None], unit.company.way(1, cache.places.ends), any(r.hidden for r in runs))
     cache.advance([1] * len(runs))
-    choices, details = first_rows(runs, positions, f.logits)
+    choices, details = first_rows(runs, [mask_of(s, []) for s in unit.seats], positions, f.logits)
     mx.async_eval(choices, *(a for d in details for a in d.values()))
     return BatchFlight(choices, details, [f.features(i, 1) for i in range(len(runs))])
 
@@ -166,7 +171,7 @@ def plain_together(unit: Unit, ahead: bool, whys: list[str]) -> StepResult: # wh
     result = StepResult('plain', time.perf_counter() - t0, emitted=len(runs), width=len(runs))
     for seat, *own in zip(list(unit.seats), tokens, now.details, now.features, whys, strict=True):
         token, detail, features, why = own
-        seat.attempt(commit_plain, seat, token, detail, features, replace(result, emitted=1), why)
+        if not seat.ended: seat.attempt(commit_plain, seat, token, detail, features, replace(result, emitted=1), why)
     return result
 
 # %% ../nbs/31_batch.ipynb #a9d12573
@@ -198,7 +203,7 @@ def judge_all(unit: Unit, proposals: list[Proposal], drafts: list[mx.array], blo
     for i, (s, d) in enumerate(zip(unit.seats, drafts, strict=True)):
         n, law = d.shape[0], s.run.law
         said: Any = d.tolist() if law.mask else []
-        mask = law.masks(s.seq.output, said) if law.mask else None
+        mask = mask_of(s, said)
         asked.append(Asked(law, f.logits[i, :n + 1], len(s.seq.tokens), s.run.past, block[i, 1:n + 1], mask))
     out = []
     for s, p, d, a, rows in zip(unit.seats, proposals, drafts, asked, say_all(asked), strict=True):
@@ -242,7 +247,7 @@ def verify_together(unit: Unit, proposals: list[Proposal], rows: int, # L, of ea
         verdicts = judge_all(unit, proposals, list(drafts), block, f)
         mx.eval([v.arrays for v in verdicts])
         t1 = time.perf_counter()
-        done = [s.attempt(commit_round, s, v) for s, v in zip(seats, verdicts, strict=True)]
+        done = [None if s.ended else s.attempt(commit_round, s, v) for s, v in zip(seats, verdicts, strict=True)]
         t2 = time.perf_counter()
         txn.commit([d[0] if d else 0 for d in done])
     lost = [i for i, v in enumerate(verdicts) if min(_host(v.rows.choice)) < 0]

@@ -7,13 +7,15 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import harness as h
 import mlx.core as mx
 import numpy as np
 import platformdirs
 import pytest
+from test_lanes import Floors
 
 from mlxspec import Engine, policy_cli, stream_generate
-from mlxspec.config import config_files
+from mlxspec.config import MODES, config_files
 from mlxspec.core import ConfigError, EngineError, MlxspecError, ModelError, Params, RequestError
 from mlxspec.hints import hint_dir
 from mlxspec.scheduler import ModelWorkScheduler
@@ -170,3 +172,18 @@ def test_engines_at_work_at_once_do_not_hear_each_other(kind):
     with ThreadPoolExecutor(3) as pool: together = list(pool.map(answers, [range(4)] * 3))
     assert alone[0] is None and alone[2] > 0
     assert together == [alone] * 3
+
+
+@pytest.mark.parametrize('mode', MODES)
+def test_a_grammar_that_raises_ends_its_own_request(mode):
+    "In the middle of a step that it shares with others, in a block of drafts too."
+    want = h.run(h.target('llama'), b'abc', max_tokens=12).output
+    f = Floors(mode, h.target('llama'))
+    def bad(output):
+        if len(output) > 3: raise ValueError('lost')
+    def ask(prompt, mask=None): return f.request(prompt, Params(max_tokens=12, ignore_eos=True), [h.drafter('oracle', h.target('llama'), want)], mask=mask)
+    victim, *others = ask(b'abd', bad), ask(b'abc'), ask(b'abc')
+    for r in (victim, *others): f.floor.enter(r)
+    f.run()
+    assert isinstance(victim.future.exception(0), EngineError) and len(victim.seq.emitted) <= 4
+    assert all([t.id for t in r.future.result(0).tokens] == want for r in others)
