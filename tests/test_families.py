@@ -2,6 +2,7 @@
 goes with the sequence."""
 import harness as h
 import pytest
+from test_prefix import Bench
 
 from mlxspec.core import PairError, Params
 from mlxspec.drafters.base import Guest, quantize
@@ -196,3 +197,18 @@ def test_a_block_of_two_sources(kind):
 class Short(Right):
     "Two right tokens at a time."
     def propose(self, states, ks, laws): return super().propose(states, [min(2, k) for k in ks], laws)
+
+
+
+@pytest.mark.parametrize('family', (*FAMILIES, *PAIRS))
+def test_drafts_go_on_after_a_prefix_hit(family, tmp_path):
+    "A conversation of three turns: each finds the state of the turn before, the target's and the drafter's, and says what plain decoding says."
+    d = PAIRS[family](tmp_path) if family in PAIRS else None
+    t = d.target if d else h.target('gemma3' if family == 'dflash' else 'qwen3_5')
+    b = Bench(t, True)
+    for want in Bench(t, True).talk(3):
+        seq = b.ask(want.tokens[:want.prompt_len], [d or h.drafter(family, t, want.output)], k=4)
+        assert seq.output == want.output and 'drafter_failed' not in seq.stats.reasons
+        b.rest()
+    assert seq.stats.prefix == 'hit' and seq.stats.cached_tokens > 20
+    assert seq.stats.rounds or family == 'lookup'
