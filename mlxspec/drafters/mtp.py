@@ -121,7 +121,7 @@ def guess(drafter: Any, s: MtpState, n: int, # drafts
     return mx.concatenate(drafts)
 
 # %% ../../nbs/13_mtp.ipynb #32a2d441
-FEW = 16 # collected pairs above which a sequence reads them alone, before it joins
+FEW = 16 # pairs by which a collection may be longer than the shortest; a longer one is read alone
 
 class Shared:
     "The entries of several sequences' heads."
@@ -208,8 +208,9 @@ class MtpDrafter:
 
     def propose(self, states: list[MtpState], ks: list[int], laws: list) -> list[Proposal]:
         if len(states) == 1 or not self.side_by_side(states): return [self._one(s, k, law) for s, k, law in zip(states, ks, laws, strict=True)]
+        least = min(len(s.tokens) for s in states)
         for s in states:
-            if len(s.tokens) > FEW: catch_up(self, s)
+            if len(s.tokens) > least + FEW: catch_up(self, s)
         g = Shared.of(states)
         read_together(self, g)
         drafts = guess_together(self, g, ks, laws)
