@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 SOAK = Path(__file__).parent.parent/'tools'/'soak.py'
-MODES = dict(mtp_batch=.12, serial=1, cooperative=1, ar_batch=1, mtp_cohort_experimental=1, hyper=1) # minutes
+MODES = dict(cooperative=.12, mtp_batch=1, serial=1, ar_batch=1, mtp_cohort_experimental=1, hyper=1) # minutes
 
 
 @pytest.mark.parametrize('mode', [next(iter(MODES)), *(pytest.param(m, marks=pytest.mark.slow) for m in list(MODES)[1:])])
