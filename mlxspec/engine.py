@@ -328,10 +328,12 @@ class Engine(Asking):
         take = _take_over(model, tokenizer, config, name, s)
         return _remember(cell, on_new_owner(lambda owner: cls(owner, *take(), s), s))
 
-    def submit(self, prompt: list[int], params: Params, on_chunk: Callable[[Chunk], object] | None = None) -> Job:
+    def submit(self, prompt: list[int], params: Params, on_chunk: Callable[[Chunk], object] | None = None,
+               patience: float | None = None, # seconds in line at most; None: by the options
+              ) -> Job:
         "Stand in line; never blocks. `on_chunk` runs on the owner thread. RequestError when the request cannot work, or there is no place."
         request = make_request(prompt, params, self._target, self._plan, self.context_length, on_chunk)
-        if self._floor.enter(request): call_stepper(self._floor, self._scheduler)
+        if self._floor.enter(request, patience): call_stepper(self._floor, self._scheduler)
         return Job(request.seq.params, request.seq.stats, request.future, partial(self._floor.cancel, request))
 
     def score(self, ids: list[int], top: int = 0) -> list[Emitted]: # top: likely tokens to name beside each

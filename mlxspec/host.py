@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable
@@ -112,7 +113,7 @@ def submit(host: Host, turn: Turn, prompt: list[int], params: Params) -> None:
     def out(chunk: Chunk):
         entry.step(chunk)
         feed.put(index, chunk)
-    job = host.engine.submit(prompt, params, out)
+    job = host.engine.submit(prompt, params, out, **(dict(patience=math.inf) if turn.jobs else {}))
     entry.stats = job.stats
     turn.jobs.append(job)
     host.jobs[job.future] = job

@@ -256,11 +256,12 @@ class Floor:
         self._over: BaseException | None = None
         self._called = False # a stepper is on its way and has not looked yet
 
-    def enter(self, request: Request) -> bool: # whether a stepper has to be started
+    def enter(self, request: Request, patience: float | None = None, # seconds in line at most; None: as everybody
+             ) -> bool: # whether a stepper has to be started
         "Stand in line. RequestError when there is no place, or what `close` was told."
         with self._lock:
             if self._over: raise self._over
-            self.room.enter(request)
+            self.room.enter(request, patience)
             called, self._called = self._called, True
             return not called
 

@@ -93,13 +93,13 @@ class StandIn:
         self.asked: list[tuple[list[int], Params]] = []
         self.sched, self.room = ModelWorkScheduler(), Admission(1, max_queue)
 
-    def submit(self, prompt: list[int], params: Params, on_chunk: Callable[[Chunk], object]) -> StandInJob:
+    def submit(self, prompt: list[int], params: Params, on_chunk: Callable[[Chunk], object], patience: float | None = None) -> StandInJob:
         "Queue a request. RequestError when its prompt does not fit, or there is no place."
         if len(prompt) >= self.context_length: raise RequestError('Too long.', 'messages', 'context_length_exceeded')
         self.asked.append((prompt, params))
         script = self.write(prompt, params) if self.write else self.script
         stats, stop = RequestStats(prompt_tokens=len(prompt), seed=params.seed), threading.Event()
-        self.room.enter(stop)
+        self.room.enter(stop, patience)
         future = self.sched.submit_stepper(recite(script, params, stats, on_chunk), stop)
         future.add_done_callback(lambda f: self.room.withdraw(stop))
         return StandInJob(params, stats, future, stop.set)

@@ -222,3 +222,16 @@ def test_41_damaged_memories_stop_no_server(opened, monkeypatch, tmp_path, how):
     for c in [opened('head'), opened('head')]:
         assert c.ask(temperature=1)['choices'] == first and c.get('/health')['status'] == 'ok'
         assert c.get('/v1/internal/mtp-policy')['state'] == 'profiling'
+
+
+def test_choices_wait_for_the_first_however_long_its_answer(opened, monkeypatch):
+    "Who else stands in line that long is told that it took too long."
+    c = opened(queue_timeout_s=.3)
+    step = c.engine._target.step
+    monkeypatch.setattr(c.engine._target, 'step', lambda *a, **kw: time.sleep(.03) or step(*a, **kw))
+    with ThreadPoolExecutor(2) as crowd:
+        several = crowd.submit(c.post, dict(n=2), prompt=['ab', 'cd'], max_tokens=20)
+        while c.get('/health')['scheduler']['queue_depth']['foreground'] < 3: time.sleep(.01)
+        late = c.post({}, max_tokens=1)
+        assert late.status_code == 503 and late.json()['error']['code'] == 'queue_timeout' and int(late.headers['retry-after']) >= 1
+        assert [x['finish_reason'] for x in several.result(T).json()['choices']] == ['length'] * 4

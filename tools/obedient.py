@@ -77,11 +77,11 @@ class Obedient(StandIn):
     def __init__(self, settings):
         super().__init__(write=script, max_queue=settings.max_queue)
         self.chorus = Chorus()
-    def submit(self, prompt, params, on_chunk):
+    def submit(self, prompt, params, on_chunk, **more):
         if not all(0 <= t < self.vocab_size for t in prompt): raise RequestError('There are no such tokens.', 'prompt')
         word, *rest = ''.join(map(chr, prompt)).split() or ['']
         if word == 'chorus': return self.chorus.join(self.sched, int(rest[1]), replace(params, max_tokens=int(rest[0])), on_chunk)
-        return super().submit(prompt, params, on_chunk)
+        return super().submit(prompt, params, on_chunk, **more)
 
 
 def main(argv):
