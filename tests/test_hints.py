@@ -126,7 +126,7 @@ def test_a_fingerprint_is_of_names_contents_and_borders(tmp_path):
     assert of(**base) == of(**base, README_md=b'words') # nothing that matters
     assert len({of(**base), of(), *(of(**base | o) for o in others)}) == len(others) + 2
     assert of(a_safetensors=head, b_safetensors=head) != of(a_safetensors=head, c_safetensors=head)
-    assert of(config_json=b'x', x_index_json=b'') != of(config_json=b'', x_index_json=b'x')
+    assert of(a_index_json=b'Xb.index.jsonY') != of(a_index_json=b'X', b_index_json=b'Y')
 
 def test_hint_version_is_in_the_file(monkeypatch):
     monkeypatch.setattr(hints, 'HINT_VERSION', 2)
@@ -226,6 +226,8 @@ def test_killed_while_writing_a_hundred_times(tmp_path, caplog):
 def test_for_people(tmp_path):
     for k in (8, 4): HintFile(tmp_path, replace(KEY, block_size=k)).save(replace(HINT, written_at=k))
     (tmp_path / 'strange.json').write_text('[]')
+    (tmp_path / 'damaged.bad').write_text('')
     assert [(k.block_size, h.written_at) for k, h in all_hints(tmp_path)] == [(4, 4), (8, 8)]
     assert clear_hints(tmp_path) == 3 and all_hints(tmp_path) == []
+    assert [p.name for p in tmp_path.iterdir()] == ['.lock']
     assert all_hints(tmp_path / 'nowhere') == [] and clear_hints(tmp_path / 'nowhere') == 0

@@ -12,7 +12,7 @@ import pytest
 
 from mlxspec import policy
 from mlxspec.core import StepResult
-from mlxspec.evidence import MAX_SAMPLES, PERIOD, SHARE, T975, VERDICTS, Sample, Tally, estimate, excess, middle, scheduled, verdict, why_not
+from mlxspec.evidence import MAX_SAMPLES, PERIOD, T975, VERDICTS, Sample, Tally, estimate, excess, middle, scheduled, verdict, why_not
 from mlxspec.hints import HintFile, HintKey
 from mlxspec.policy import REASONS, SCHEMA_VERSION, SET_IN, STATES, Gpu, MtpPolicy, MtpPolicySnapshot, Pairing, say
 
@@ -341,16 +341,27 @@ def test_the_hardware_default_begins_with_the_m3(generation, on): assert policy.
 
 def test_two_spikes_in_eight_steps_move_nothing(): assert middle([1.] * 6 + [99., 900.]) == 1.
 
-@pytest.mark.parametrize('verify_s, better', [(.04, .01), (.0025, .0025)], ids=['rounds lose', 'plain steps lose'])
-def test_the_losing_arm_costs_a_tenth_of_a_long_answer(verify_s, better):
+@pytest.mark.parametrize('round_s, n, best', [(.04, 1, .01), (.0025, 1, .0025), (.16, 4, .01), (.01, 4, .0025)], ids=str)
+def test_the_losing_arm_costs_a_tenth_of_a_long_answer(round_s, n, best): # a round of n tokens; seconds per token of the better arm
     t, lost, whole, worst = Tally(4), 0., 0., 0.
-    for i in range(4000): # every step commits one token
-        arm = t.arm()
-        wall = verify_s if arm == 'spec' else .01
-        t.add(StepResult('verify', wall, 1, 4, 3, 0) if arm == 'spec' else StepResult('plain', wall, 1))
-        lost, whole = lost + wall - better, whole + wall
-        if i > 400: worst = max(worst, lost / whole)
-    assert SHARE - .03 <= lost / whole <= worst <= SHARE + .01
+    for i in range(4000):
+        r = StepResult('verify', round_s, n, 4, 3, n - 1) if t.arm() == 'spec' else StepResult('plain', .01, 1)
+        t.add(r)
+        lost, whole = lost + r.wall_s - r.emitted * best, whole + r.wall_s
+        if i > 2000: worst = max(worst, lost / whole)
+    assert .07 <= lost / whole <= worst <= .11
+
+def test_a_head_that_is_silent_most_of_the_time_is_not_judged_by_two_rounds():
+    t = Tally(4)
+    for i in range(3 * PERIOD):
+        t.add(StepResult('verify', 9., 2, 4, 3, 1) if i in (1, 2) else StepResult('plain', .01, 1))
+        assert t.arm() == scheduled(i + 1)                       # the schedule goes on, whatever the two have cost
+    assert why_not(t) == 'too_short'
+
+def test_drafts_that_a_stop_cut_off_were_right_all_the_same():
+    t = Tally(4)
+    t.add(StepResult('verify', .02, 2, 4, 3, 3))
+    assert (t.tokens, t.kept) == (2, [1, 1, 1])
 
 @pytest.mark.parametrize('arm', ['spec', 'plain'])
 def test_the_first_step_after_a_switch_is_warm_up(arm):
