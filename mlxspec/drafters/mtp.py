@@ -178,7 +178,7 @@ def runs_together(drafter: Any, states: list[MtpState]) -> bool: # two or more t
         g = Shared.of(both)
         read_together(drafter, g)
         mx.eval(guess_together(drafter, g, [3] * len(states), laws))
-        return all(close_enough(a.last, b.last) for a, b in zip(alone, both, strict=True))
+        return all(a.last is not None and b.last is not None and close_enough(a.last, b.last) for a, b in zip(alone, both, strict=True))
     except (MlxspecError, RuntimeError, ValueError, TypeError, AttributeError, IndexError): return False # it looks at its cache in another way
 
 # %% ../../nbs/13_mtp.ipynb #acbbf224
