@@ -17,6 +17,7 @@ import mlxspec  # before MLX: it brings the BLAS
 from mlx_lm.generate import BatchGenerator
 
 from mlxspec import blas
+from mlxspec.config import SHARED
 from mlxspec.core import Params
 from mlxspec.engine import Engine
 from mlxspec.modes import Trace, percentile
@@ -36,10 +37,10 @@ def interval(ratios): # -> geometric mean, low, high
     return [round(math.exp(x), 3) for x in (m, m - half, m + half)] if n > 1 else [round(ratios[0], 3), None, None]
 
 
-def turns(a, b, seconds): # a, b: seconds of one run each -> b / a, per turn
-    "Turns A B B A for about so long, at least two and at most twelve."
+def turns(a, b, seconds, last): # a, b: seconds of one run each -> b / a, per turn; last: when the time is over for good
+    "Turns A B B A for about so long, at least two, unless there is no time, and at most twelve."
     end, out = time.perf_counter() + seconds, []
-    while len(out) < 2 or len(out) < 12 and time.perf_counter() < end:
+    while not out or time.perf_counter() < last and (len(out) < 2 or len(out) < 12 and time.perf_counter() < end):
         a1, b1, b2, a2 = a(), b(), b(), a()
         out.append(math.sqrt(b1 * b2 / (a1 * a2)))
     return out
@@ -47,17 +48,23 @@ def turns(a, b, seconds): # a, b: seconds of one run each -> b / a, per turn
 
 class Bench:
     "One target and its engines, one per mode that is asked for."
-    def __init__(self, model, drafter, tokens, tmp):
-        self.model, self.drafter, self.n, self.tmp, self.engines = model, drafter, tokens, tmp, {}
+    def __init__(self, model, drafter, tokens, tmp, last): # last: when to begin nothing new
+        self.model, self.drafter, self.n, self.tmp, self.last, self.engines = model, drafter, tokens, tmp, last, {}
 
     def engine(self, mode):
         if mode not in self.engines:
-            more = dict(drafter='none') if mode in ('ar_batch', 'cooperative') else dict(drafter=self.drafter, draft_block_size=4)
+            more = dict(drafter='none') if mode in ('ar_batch', 'cooperative') else dict(drafter=self.drafter) | (dict(draft_block_size=4) if self.model else {})
             self.engines[mode] = Engine.load(self.model, scheduler_mode=mode, cache_dir=self.tmp, prefix_cache_bytes=0, **more)
         return self.engines[mode]
 
     def close(self):
         for e in self.engines.values(): e.close()
+
+    def while_time(self, what, things):
+        "Each of them, as long as there is time."
+        for x in things:
+            if time.perf_counter() < self.last: yield x
+            else: print(f'  {what}, {x}: not measured, the time is over', flush=True)
 
     def encode(self, texts):
         e = self.engine('ar_batch')
@@ -90,10 +97,10 @@ class Bench:
     def plain(self, seconds):
         "ar_batch beside BatchGenerator, whole requests of short prompts."
         out, prompts = {}, self.encode(ASKS)
-        for width in (4, 8):
+        for width in self.while_time('ar_batch / BatchGenerator', (4, 8)):
             some, said = prompts[:width], {}
             self.ours('ar_batch', some, said), self.theirs(some, said) # warm, and shapes are tried
-            ratio = interval(turns(partial(self.ours, 'ar_batch', some), partial(self.theirs, some), seconds / 2))
+            ratio = interval(turns(partial(self.ours, 'ar_batch', some), partial(self.theirs, some), seconds / 2, self.last))
             ours, level, _ = said['ar_batch']
             out[width] = dict(ratio=ratio, level=level, same=sum(a == b for a, b in zip(ours, said['lm'], strict=True)))
             print(f'  ar_batch / BatchGenerator, {width} requests: {ratio}, level {level}, same text in {out[width]["same"]} of {width}', flush=True)
@@ -103,10 +110,10 @@ class Bench:
         "mtp_batch beside ar_batch."
         out = {}
         prompts = self.encode(ASKS if self.drafter == 'head' else [f'{i}. {COPY}' for i in range(8)])
-        for width in widths:
+        for width in self.while_time('mtp_batch / ar_batch', widths):
             some, said = prompts[:width], {}
             self.ours('ar_batch', some, said), self.ours('mtp_batch', some, said)
-            ratio = interval(turns(partial(self.ours, 'mtp_batch', some), partial(self.ours, 'ar_batch', some), seconds / len(widths)))
+            ratio = interval(turns(partial(self.ours, 'mtp_batch', some), partial(self.ours, 'ar_batch', some), seconds / len(widths), self.last))
             self.ours('mtp_batch', some, said)
             same = sum(a == b for a, b in zip(said['ar_batch'][0], said['mtp_batch'][0], strict=True))
             out[width] = dict(ratio=ratio, level=said['mtp_batch'][1], same=same, accepted=said['mtp_batch'][2])
@@ -154,9 +161,10 @@ class Bench:
 
 def measure(name, model, drafter, tokens, widths, seconds, tmp):
     print(f'{name}, {tokens} tokens per request', flush=True)
-    bench = Bench(model, drafter, tokens, tmp)
-    try: return dict(plain=bench.plain(seconds * .4), drafts=bench.drafts(seconds * .4, widths), cadence=bench.cadence(),
-                     behind={m: bench.behind(m) for m in ('cooperative', 'ar_batch', 'mtp_batch', 'mtp_cohort_experimental')})
+    bench = Bench(model, drafter, tokens, tmp, time.perf_counter() + seconds)
+    try:
+        out = dict(cadence=bench.cadence(), behind={m: bench.behind(m) for m in SHARED})
+        return out | dict(plain=bench.plain(seconds * .3), drafts=bench.drafts(seconds * .3, widths))
     finally: bench.close()
 
 
@@ -169,10 +177,10 @@ def main():
     p.add_argument('--json')
     a = p.parse_args()
     print(f'{date.today()}, mlxspec {mlxspec.__version__}, BLAS {blas.report().label}', flush=True)
-    jobs = dict(demo=(None, 'head', 64, (1, 2, 4, 8)), model=(a.model, a.drafter, 16, (2, 4, 8)) if a.model else None)
+    jobs = dict(demo=(None, 'head', 64, (8, 4, 2, 1)), model=(a.model, a.drafter, 16, (8, 4, 2)) if a.model else None)
     jobs = {k: v for k, v in jobs.items() if v and a.only in (None, k)}
     with tempfile.TemporaryDirectory() as tmp:
-        out = {k: measure(k, *v, seconds=a.minutes * 60 * .7 / len(jobs), tmp=tmp) for k, v in jobs.items()}
+        out = {k: measure(k, *v, seconds=a.minutes * 60 / len(jobs), tmp=tmp) for k, v in jobs.items()}
     if a.json:
         with open(a.json, 'w') as f: json.dump(out, f, indent=1)
 
