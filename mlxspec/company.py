@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -300,10 +300,11 @@ class Company:
         "Nobody is here: let go of what a probe has built."
         self._stages.clear()
 
-    def exact(self, rows: int, ends: list[int]) -> list[str]: # the ways in which it is
+    def exact(self, rows: int, ends: list[int]) -> Iterator[str]: # the ways in which it is
         "Whether a forward is exact, as far as anybody knows."
         most = max(ends) + rows + 1 # and one that may have been queued meanwhile
-        return [m.way for m in self.trials.get((len(ends), rows), ()) if m.first is None and most <= m.reach and (m.way == TOGETHER or self._blocks(rows, ends))]
+        for m in self.trials.get((len(ends), rows), ()):
+            if m.first is None and most <= m.reach and (m.way == TOGETHER or self._blocks(rows, ends)): yield m.way
 
     def _blocks(self, rows: int, ends: list[int]) -> bool:
         "Whether each sequence alone may verify so many rows, in one attention over them."
@@ -312,18 +313,18 @@ class Company:
 
     def way(self, rows: int, ends: list[int]) -> str:
         "How to run a forward: exactly if that can be, and together unless half or more of what attention would read is padding."
-        good = self.exact(rows, ends) or self.ways
+        good = list(self.exact(rows, ends)) or self.ways
         best = TOGETHER if 2 * sum(ends) >= max(ends) * len(ends) else APART
         return best if best in good else good[0]
 
     def widths(self, ends: list[int], k: int) -> tuple[int, ...]: # ascending
         "Rows of drafts per sequence, pending token included, that may run."
-        free = self.allow_inexact or (len(ends), 1) in self.trials and not self.exact(1, ends)
-        return tuple(r for r in ladder(k) if free or self.exact(r, ends))
+        free = self.allow_inexact or (len(ends), 1) in self.trials and not any(self.exact(1, ends))
+        return tuple(r for r in ladder(k) if free or any(self.exact(r, ends)))
 
     def warning(self, rows: int, ends: list[int]) -> str | None: # None: the text is what it would be alone
         "What a request has to be told that took part in such a forward."
-        if self.exact(rows, ends): return None
+        if any(self.exact(rows, ends)): return None
         d = next((m.first for m in self.trials.get((len(ends), rows), ()) if m.first), None)
         why = f'differ from single steps in {d.differing} of {d.total} logit bytes' if d else 'were not compared with single steps'
         return f'{len(ends)} requests side by side {why}, so the text may depend on what else is served; serial and cooperative mode do not change it.'
