@@ -24,11 +24,12 @@ from mlxspec.config import MODES, SHARED
 from mlxspec.core import Cancelled, ConfigError, EngineError, NumericalError, Params, RequestError
 from mlxspec.drafters import scripted as sc
 from mlxspec.engine import Engine
-from mlxspec.exactness import Difference
+from mlxspec.exactness import Difference, finish
 from mlxspec.gate import GateStep, Step
 from mlxspec.lanes import Floor, check_mode, make_mode
 from mlxspec.pilot import Pilot, Rules
 from mlxspec.policy import MtpPolicy
+from mlxspec.ragged import Ragged
 from mlxspec.sequence import Sequence
 from mlxspec.target import Target
 from mlxspec.text import TextStream
@@ -45,11 +46,11 @@ def short():
         yield
 
 K = 4
-# one way of asking per request: sampled and greedy, penalised, biased, with log-probabilities, short, ended by a token, ended by a string
-ASKS = (dict(shape='bare'), dict(shape='bare', temperature=1.), dict(shape='presence', temperature=.3), dict(shape='logprobs'),
+# one way of asking per request: sampled and greedy, masked, penalised, biased, with log-probabilities, ended by a token, ended by a string
+ASKS = (dict(shape='bare'), dict(shape='bare', temperature=1.), dict(shape='mask', temperature=.6), dict(shape='logprobs'),
         dict(shape='everything', temperature=1.7), dict(shape='ends'), dict(shape='stop', temperature=1.), dict(shape='repetition'))
 AXES = dict(
-    mode=MODES, kind=('llama', 'gemma3', 'qwen3_5', 'lfm2'), dtype=('float32', 'bfloat16'), drafter=('liar1', 'half', 'broken', 'oov', 'lookup', 'mtp', 'self'),
+    mode=MODES, kind=('llama', 'gemma3', 'qwen3_5', 'lfm2'), dtype=('float32', 'bfloat16'), drafter=('liar1', 'half', 'broken', 'oov', 'lookup', 'mtp', 'self', 'eagle3', 'dflash', 'draft_model', 'prediction'),
     n=(1, 2, 3, 4, 8), event=('together', 'one by one', 'cancelled', 'raises', 'not finite'), gate=('force', 'changing'), way=(APART, TOGETHER))
 
 
@@ -201,6 +202,73 @@ def test_batches_are_batches(mode):
     if mode != 'ar_batch': assert f.widths[8] < h.N / 2
 
 
+@pytest.mark.parametrize('mode', MODES[2:5])
+@pytest.mark.parametrize('kind', AXES['kind'])
+def test_somebody_comes_and_somebody_goes_in_every_round(mode, kind):
+    "Each stays for a few tokens, under a law of its own."
+    f, c, served = Floors(mode, h.target(kind), places=4), Case(mode, kind, drafter='half'), []
+    for i in range(12):
+        ids, how, want = ask(c, i)
+        args, n = {k: v for k, v in how.items() if k not in ('ends', 'mask')}, 2 + i * 5 % 7
+        r = f.request(ids, Params(**args, max_tokens=n), [h.drafter('half', h.target(kind), want.output)], how.get('ends', ()), mask=how.get('mask'))
+        served.append((r, want.output[:n]))
+        f.floor.enter(r)
+        f.step(), f.step()
+    f.run()
+    for r, want in served:
+        assert [t.id for t in r.future.result(0).tokens] == want
+        assert r.seq.stats.level != 'none'
+    assert max(f.widths) > 1 or mode == MODES[4] # whom a cohort gathers depends on the clock
+
+
+@pytest.mark.parametrize('kind', ('llama', 'gemma3', 'qwen3_5', 'lfm2'))
+def test_a_head_drafts_for_all_in_one_forward(kind, monkeypatch):
+    "And says what it says to each alone: as many drafts are accepted."
+    t = h.target(kind)
+    drafter, counts = h.mtp(t), Counter()
+    class Counted:
+        def __init__(self, net): self.net, self.layers = net, net.layers
+        def __call__(self, embedded, hidden, cache):
+            counts[embedded.shape[0]] += 1
+            return self.net(embedded, hidden, cache)
+    monkeypatch.setattr(drafter, 'net', Counted(drafter.net))
+    prompts = (b'abc', b'defg', b'hi', b'jklmnop')
+    def go(mode):
+        f = Floors(mode, t, places=4, clock=lambda: 0.)
+        rs = [f.request(p, Params(max_tokens=n, ignore_eos=True), [drafter]) for p, n in zip(prompts, (12, 20, 16, 20), strict=True)]
+        for r in rs: f.floor.enter(r)
+        f.run()
+        return [[x.id for x in r.future.result(0).tokens] for r in rs], [(r.seq.stats.drafted, r.seq.stats.accepted) for r in rs]
+    alone = go('serial')
+    counts.clear()
+    assert go('mtp_batch') == alone
+    assert drafter._together and counts[4] > 3 and counts[1] <= 12, counts
+
+
+def test_a_head_that_cannot_draft_for_several_drafts_for_each(monkeypatch):
+    t = h.target('llama')
+    drafter = h.mtp(t)
+    monkeypatch.setattr(drafter, '_together', False)
+    f, c = Floors('mtp_batch', t), Case(drafter='mtp', n=2)
+    served = [submitted(f, c, i) for i in range(2)]
+    f.run()
+    for r, alone in served: same(r, alone)
+    assert all(r.seq.stats.rounds for r, _ in served)
+
+
+def test_the_place_of_one_who_lost_his_numbers_is_zeroed():
+    "Rows behind the ends of his strips, before anybody reads them again."
+    t, places = h.target('gemma3'), [5, 9]
+    caches = [t.make_cache() for _ in places]
+    for c, n in zip(caches, places, strict=True): t.prefill(mx.array([list(range(n))]), c)
+    batch = Ragged.merge(caches, places)
+    for e in batch.layers(): e.keys, e.values = (mx.where(mx.arange(a.shape[2])[:, None] >= 9, mx.nan, a) for a in (e.keys, e.values))
+    batch.zero_tails([1])
+    for e in batch.layers():
+        for a in (e.keys, e.values):
+            assert bool((a[1, :, e.used[1]:] == 0).all().item()) and bool(mx.isnan(a[0]).any().item())
+
+
 @pytest.mark.parametrize('mode', SHARED)
 def test_a_short_request_is_not_held_up_by_a_long_one(mode):
     "It has its first token, and ends, long before the other one does."
@@ -217,6 +285,21 @@ def test_a_short_request_is_not_held_up_by_a_long_one(mode):
     before = len(long.seq.emitted)
     f.run()
     assert long.future.result(0).stats.completion_tokens == 120 and before < 120 and when['short'] > when['long']
+
+
+@pytest.mark.parametrize('mode', MODES[2:4])
+def test_short_prompts_that_come_together_are_read_in_one_go(mode):
+    "As many as a chunk has tokens; then they decode together from their first token on. A long one has to wait for its turn."
+    f = Floors(mode, h.target('llama'))
+    finish(company(f.target, APART).learn(4, K)) # so that no step is a probe
+    rs = [f.request([65 + i, 66], Params(max_tokens=6, ignore_eos=True)) for i in range(4)]
+    long = f.request([66] * 30, Params(max_tokens=2, ignore_eos=True))
+    for r in (*rs, long): f.floor.enter(r)
+    for _ in range(4): f.step()
+    assert f.lanes == ['prefill'] * 4 and not any(r.seq.emitted for r in rs)
+    while not rs[0].seq.emitted: f.step()
+    assert 'prefill' not in f.lanes[4:] and set(f.widths) == {4} and all(r.seq.emitted for r in rs)
+    f.run()
 
 
 @pytest.mark.parametrize('mode', SHARED)
@@ -411,7 +494,7 @@ def guard(monkeypatch):
     return state
 
 
-@pytest.mark.parametrize('mode,kind', (('serial', 'lfm2'), ('cooperative', 'gemma3'), ('mtp_batch', 'qwen3_5'), ('hyper', 'llama')))
+@pytest.mark.parametrize('mode,kind', (('serial', 'lfm2'), ('cooperative', 'gemma3'), ('ar_batch', 'llama'), ('mtp_batch', 'qwen3_5'), ('mtp_cohort_experimental', 'gemma3'), ('hyper', 'llama')))
 def test_only_the_owner_touches_arrays(mode, kind, guard, tmp_path):
     with Engine.from_model(tiny_model(kind), byte_tokenizer(), scheduler_mode=mode, mtp_gate='force', cache_dir=tmp_path, draft_block_size=3) as e:
         guard.owner = e.call(threading.get_ident)
