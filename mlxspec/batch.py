@@ -330,7 +330,9 @@ def draft_together(unit: Unit, offers: list[dict[str, int]], k: int) -> dict[int
         if len(ids) < 2 or not guests[0].drafter.side_by_side([g.state for g in guests]): continue
         ks = [min(k, r.seq.remaining, offers[i][g.kind]) - 1 for i, g, r in zip(ids, guests, runs, strict=True)]
         laws = [DraftLaw(r.law, len(r.seq.tokens), r.past) for r in runs]
-        out |= zip(ids, guests[0].drafter.propose([g.state for g in guests], ks, laws), strict=True)
+        try: out |= zip(ids, guests[0].drafter.propose([g.state for g in guests], ks, laws), strict=True)
+        except Exception as e: # whatever a drafter raises is its own fault: it rests, as after a failure alone, and the texts go on
+            for g in guests: g._call(_again, e)
     return {i: p for i, p in out.items() if len(p)}
 
 def draft_all(unit: Unit, c: Choice) -> tuple[list[Proposal], int]: # proposals, rows of the block

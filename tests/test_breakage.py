@@ -187,3 +187,21 @@ def test_a_grammar_that_raises_ends_its_own_request(mode):
     f.run()
     assert isinstance(victim.future.exception(0), EngineError) and len(victim.seq.emitted) <= 4
     assert all([t.id for t in r.future.result(0).tokens] == want for r in others)
+
+
+def test_a_head_that_fails_for_all_at_once_costs_no_text(monkeypatch):
+    "It drafts for several sequences in one call, which raises; each goes on without its drafts, and is asked again later."
+    target, f = h.target('llama'), Floors('mtp_batch', h.target('llama'))
+    head, calls = h.drafter('mtp', target, []), []
+    propose = head.propose
+    def raises(states, ks, laws):
+        calls.append(len(states))
+        if len(states) > 1: raise ValueError('on purpose')
+        return propose(states, ks, laws)
+    monkeypatch.setattr(head, 'propose', raises)
+    prompts = [b'abc', b'de', b'fgh']
+    rs = [f.request(p, Params(max_tokens=h.N, ignore_eos=True), [head]) for p in prompts]
+    for r in rs: f.floor.enter(r)
+    f.run()
+    assert [[t.id for t in r.future.result(0).tokens] for r in rs] == [h.run(target, p).output for p in prompts]
+    assert max(calls) == 3 and len(calls) > 2
