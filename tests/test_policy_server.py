@@ -595,11 +595,11 @@ def test_a_prediction_is_used_while_the_head_is_measured(drafter, tiny, tmp_path
 
 def test_the_key_changes_with_everything_that_was_measured(tiny, tmp_path, monkeypatch):
     s, head = Settings(), lambda path: SimpleNamespace(path=path)
-    target = lambda path: SimpleNamespace(path=path, name='tiny')
+    target = lambda path, adapter=None, mode='': SimpleNamespace(path=path, name='tiny', adapter=adapter, kv=SimpleNamespace(mode=mode))
     key = lambda **kw: pairing.hint_key(**dict(target=target(tiny[0]), head=head(tiny[1]), machine=cpu(), k=3, s=s) | kw).name
     others = dict(target=target(save_tiny(tmp_path/'tiny', 'qwen3', seed=9)), head=head(save_tiny_mtp(tmp_path/'head', seed=9)), # of the same names
                   machine=cpu(hardware='M5-16c'), k=4, strategy='row_attention')
-    keys = [key(), *(key(**{name: value}) for name, value in others.items()),
+    keys = [key(), key(target=target(tiny[0], mode='q8')), key(target=target(tiny[0], tiny[1])), *(key(**{name: value}) for name, value in others.items()),
             *(key(s=s.replace(**o)) for o in (dict(quantize_drafter=4), dict(quantize_drafter=8), dict(compile=True), dict(compile=False)))]
     for name, value in dict(version=lambda package: 'next' if package == 'mlx' else version(package), kernels=lambda machine: 'another BLAS').items():
         with monkeypatch.context() as m:
@@ -608,7 +608,7 @@ def test_the_key_changes_with_everything_that_was_measured(tiny, tmp_path, monke
     with monkeypatch.context() as m:
         m.setattr(pairing, 'version', lambda package: 'next' if package == 'mlx-lm' else version(package))
         keys.append(key())
-    assert len(set(keys)) == len(keys) == 13 and keys[0] == key()
+    assert len(set(keys)) == len(keys) == 15 and keys[0] == key()
     gpu = cpu(hardware='cuda-sm_90-Unknown-0c', gpu_device='a GPU')
     assert pairing.kernels(gpu) == '' and pairing.kernels(cpu()) == pairing.blas.report().label
 
