@@ -20,6 +20,7 @@ from mlxspec import blas
 from mlxspec.config import SHARED
 from mlxspec.core import Params
 from mlxspec.engine import Engine
+from mlxspec.exactness import finish
 from mlxspec.modes import Trace, percentile
 
 ASKS = ('Count from 3 to 12.', 'Spell the word garden.', 'Name the days of the week.', 'Copy this text: the red fox jumps over a blue gate.',
@@ -54,7 +55,10 @@ class Bench:
     def engine(self, mode):
         if mode not in self.engines:
             more = dict(drafter='none') if mode in ('ar_batch', 'cooperative') else dict(drafter=self.drafter) | (dict(draft_block_size=4) if self.model else {})
-            self.engines[mode] = Engine.load(self.model, scheduler_mode=mode, cache_dir=self.tmp, prefix_cache_bytes=0, **more)
+            self.engines[mode] = e = Engine.load(self.model, scheduler_mode=mode, cache_dir=self.tmp, prefix_cache_bytes=0, **more)
+            t0, k = time.perf_counter(), 1 if mode == 'ar_batch' else e._plan.k
+            if company := getattr(e._floor.mode, 'company', None): e.call(lambda: [finish(company.learn(w, k)) for w in range(2, 9)])
+            print(f'  {mode} is ready; shapes of batches were tried in {time.perf_counter() - t0:.1f} s (once per machine)', flush=True)
         return self.engines[mode]
 
     def close(self):
@@ -163,6 +167,7 @@ def measure(name, model, drafter, tokens, widths, seconds, tmp):
     print(f'{name}, {tokens} tokens per request', flush=True)
     bench = Bench(model, drafter, tokens, tmp, time.perf_counter() + seconds)
     try:
+        for mode in ('mtp_batch', *SHARED): bench.engine(mode) # the others find on disk what the first has tried
         out = dict(cadence=bench.cadence(), behind={m: bench.behind(m) for m in SHARED})
         return out | dict(plain=bench.plain(seconds * .3), drafts=bench.drafts(seconds * .3, widths))
     finally: bench.close()
