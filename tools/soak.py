@@ -346,7 +346,7 @@ def check(soak, first, last, told):
         answers=n['wrong'] == 0, someone_was_served=n['whole'] > 0, alive=not told['alive'], failures=n['struck'] <= struck,
         descriptors=last['fds'] <= first['fds'] + 2, threads=last['threads'] <= first['threads'] + 8,
         rss=soak.a.minutes < 1 or growth(soak.samples, 'rss') <= .03, # a short one has not seen everything yet
-        active=last['active'] <= first['active'] * 1.02 + 1e5,
+        active=last['active'] <= first['active'] * 1.02 + .05 * soak.health['prefix']['bytes'] + 1e5, # allocations are rounded up
         completed=s['completed']['foreground'] >= n['whole'] + before, ended=ended <= alone + before and s['failed'] >= n['told'] + n['struck'] - n['queue_timeout'],
         cancelled=s['cancelled'] <= n['left'] + n['too late'] + n['queue_timeout'])
     return bounds
