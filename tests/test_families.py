@@ -179,6 +179,7 @@ def test_a_block_of_two_sources(kind):
     "A prediction with holes, continued from a text that holds the answer: the same text, in fewer steps than either alone, each draft with its label."
     t = h.target(kind)
     ids = t.tokenizer.encode(h.PROMPTS[2])
+    mixed = False
     for temperature in (0., 1.):
         args = dict(temperature=temperature, seed=3, max_tokens=40)
         answer = h.run(t, ids, **args).output
@@ -192,6 +193,8 @@ def test_a_block_of_two_sources(kind):
             steps[name], sources[name] = r.stats.rounds + r.stats.plain_steps, r.stats.sources
         assert steps['both'] <= steps['one'] and set(sources['one']) == {'prediction'}
         assert sum(d for d, _ in sources['both'].values()) == r.stats.drafted and sum(a for _, a in sources['both'].values()) == r.stats.accepted
+        mixed = mixed or set(sources['both']) == {'prediction', 'lookup'}
+    assert mixed or kind == 'gemma3' # which says nothing twice
 
 
 class Short(Right):
