@@ -18,7 +18,7 @@ from mlx_lm.generate import BatchGenerator
 
 from mlxspec import blas
 from mlxspec.config import SHARED
-from mlxspec.core import Params
+from mlxspec.core import ConfigError, Params
 from mlxspec.engine import Engine
 from mlxspec.modes import Trace, percentile
 
@@ -49,12 +49,18 @@ def turns(a, b, seconds, last): # a, b: seconds of one run each -> b / a, per tu
 class Bench:
     "One target and its engines, one per mode that is asked for."
     def __init__(self, model, drafter, tokens, tmp, last): # last: when to begin nothing new
-        self.model, self.drafter, self.n, self.tmp, self.last, self.engines = model, drafter, tokens, tmp, last, {}
+        self.model, self.drafter, self.n, self.tmp, self.last, self.engines, self.inexact = model, drafter, tokens, tmp, last, {}, {}
 
     def engine(self, mode):
         if mode not in self.engines:
             more = dict(drafter='none') if mode in ('ar_batch', 'cooperative') else dict(drafter=self.drafter) | (dict(draft_block_size=4) if self.model else {})
-            self.engines[mode] = e = Engine.load(self.model, scheduler_mode=mode, cache_dir=self.tmp, prefix_cache_bytes=0, **more)
+            load = partial(Engine.load, self.model, scheduler_mode=mode, cache_dir=self.tmp, prefix_cache_bytes=0)
+            try: e = load(**more, **self.inexact)
+            except ConfigError as why: # blocks are not exact here
+                print(f'  {why} Drafts run all the same.', flush=True)
+                self.inexact = dict(exactness='off', mtp_allow_inexact=True)
+                e = load(**more, **self.inexact)
+            self.engines[mode] = e
             t0, k = time.perf_counter(), 1 if mode == 'ar_batch' else e._plan.k
             def learn(company, end): # the widths that are measured first
                 for w in (8, 4, 2, 7, 3, 6, 5):
