@@ -2,14 +2,15 @@
 
     python tools/lanes.py [--minutes 7] [--model DIRECTORY --drafter lookup] [--json FILE]
 
-Without --model the demo pair is measured; with it that one after the demo pair. Run it on an idle machine. Every ratio is a geometric mean
-of turns in the order A B B A, with its 95 % interval; above 1 is better for the first one named."""
+Without --model the demo pair is measured; with it that one after the demo pair. Run it on an idle machine. Turns go A B B A; a ratio
+above 1 says that the first one named is faster."""
 import argparse
 import json
 import math
 import statistics
 import tempfile
 import time
+from dataclasses import asdict
 from datetime import date
 from functools import partial
 
@@ -17,6 +18,7 @@ import mlxspec  # before MLX: it brings the BLAS
 from mlx_lm.generate import BatchGenerator
 
 from mlxspec import blas
+from mlxspec.bench import speed
 from mlxspec.config import SHARED
 from mlxspec.core import ConfigError, Params
 from mlxspec.engine import Engine
@@ -27,23 +29,16 @@ ASKS = ('Count from 3 to 12.', 'Spell the word garden.', 'Name the days of the w
 COPY = ('The garden has red roses, white lilies, blue irises and yellow tulips. The gardener waters the red roses, the white lilies, the blue '
         'irises and the yellow tulips every morning. Repeat: The garden has red roses, white')
 LONG = 'the red fox jumps over a blue gate and looks at the moon. ' * 150
-STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20) # 97.5 % points for 1, 2, ... degrees of freedom
 
 
-def interval(ratios): # -> geometric mean, low, high
-    logs = [math.log(r) for r in ratios]
-    m, n = statistics.mean(logs), len(logs)
-    half = STUDENT[min(n, 12) - 2] * statistics.stdev(logs) / n ** .5 if n > 1 else math.inf
-    return [round(math.exp(x), 3) for x in (m, m - half, m + half)] if n > 1 else [round(ratios[0], 3), None, None]
-
-
-def turns(a, b, seconds, last): # a, b: seconds of one run each -> b / a, per turn; last: when the time is over for good
+def turns(a, b, seconds, last): # a, b: seconds of one run each; last: when the time is over for good -> how many times as fast a is
     "Turns A B B A for about so long, at least two, unless there is no time, and at most twelve."
-    end, out = time.perf_counter() + seconds, []
-    while not out or time.perf_counter() < last and (len(out) < 2 or len(out) < 12 and time.perf_counter() < end):
+    end, ours, theirs = time.perf_counter() + seconds, [], []
+    while not ours or time.perf_counter() < last and (len(ours) < 2 or len(ours) < 12 and time.perf_counter() < end):
         a1, b1, b2, a2 = a(), b(), b(), a()
-        out.append(math.sqrt(b1 * b2 / (a1 * a2)))
-    return out
+        ours.append(a1 + a2)
+        theirs.append(b1 + b2)
+    return speed(theirs, ours)
 
 
 class Bench:
@@ -113,9 +108,9 @@ class Bench:
         for width in self.while_time('ar_batch / BatchGenerator', (4, 8)):
             some, said = prompts[:width], {}
             self.ours('ar_batch', some, said), self.theirs(some, said) # warm, and shapes are tried
-            ratio = interval(turns(partial(self.ours, 'ar_batch', some), partial(self.theirs, some), seconds / 2, self.last))
+            ratio = turns(partial(self.ours, 'ar_batch', some), partial(self.theirs, some), seconds / 2, self.last)
             ours, level, _ = said['ar_batch']
-            out[width] = dict(ratio=ratio, level=level, same=sum(a == b for a, b in zip(ours, said['lm'], strict=True)))
+            out[width] = dict(ratio=asdict(ratio), level=level, same=sum(a == b for a, b in zip(ours, said['lm'], strict=True)))
             print(f'  ar_batch / BatchGenerator, {width} requests: {ratio}, level {level}, same text in {out[width]["same"]} of {width}', flush=True)
         return out
 
@@ -126,10 +121,10 @@ class Bench:
         for width in self.while_time('mtp_batch / ar_batch', widths):
             some, said = prompts[:width], {}
             self.ours('ar_batch', some, said), self.ours('mtp_batch', some, said)
-            ratio = interval(turns(partial(self.ours, 'mtp_batch', some), partial(self.ours, 'ar_batch', some), seconds / len(widths), self.last))
+            ratio = turns(partial(self.ours, 'mtp_batch', some), partial(self.ours, 'ar_batch', some), seconds / len(widths), self.last)
             self.ours('mtp_batch', some, said)
             same = sum(a == b for a, b in zip(said['ar_batch'][0], said['mtp_batch'][0], strict=True))
-            out[width] = dict(ratio=ratio, level=said['mtp_batch'][1], same=same, accepted=said['mtp_batch'][2])
+            out[width] = dict(ratio=asdict(ratio), level=said['mtp_batch'][1], same=same, accepted=said['mtp_batch'][2])
             print(f'  mtp_batch / ar_batch, {width} requests: {ratio}, level {out[width]["level"]}, same {same}, accepted {" ".join(said["mtp_batch"][2])}', flush=True)
         print('   ', {k: v for k, v in self.engine('mtp_batch').snapshot()['speculation']['gate'].items() if k in ('arm', 'k', 'steps', 'looks', 'switches')}, flush=True)
         return out
