@@ -25,6 +25,9 @@ def engine(kind='llama', **options):
     return Engine.from_model(tiny_model(kind, mx.bfloat16), byte_tokenizer(), **dict(drafter='lookup', mtp_gate='force', idle_grace_s=0.) | options)
 
 
+def alive(): return [o for o in gc.get_objects() if isinstance(o, Request | Seat | Running | Sequence | Guest)]
+
+
 def at_rest(e): # bytes, with an empty prefix store
     while any((s := e.snapshot())['scheduler']['queue_depth'].values()) or s['scheduler']['running'] or not s['prefix']['cut']: time.sleep(.005)
     e.call(e._plan.prefix.shelf.records.clear)
@@ -38,6 +41,7 @@ def test_sixty_requests_leave_nothing(mode, tmp_path):
     rng, kinds = random.Random(mode), ['normal'] * 20 + ['stop'] * 10 + ['cancel'] * 10 + ['fail'] * 10 + ['miss'] * 10
     rng.shuffle(kinds)
     def broken(chunk): raise ValueError('on purpose')
+    others = {id(o): o for o in alive()} # what tests before this one keep
     with engine(scheduler_mode=mode, max_active_requests=4, cache_dir=tmp_path, prefix_cache_bytes=1 << 20) as e:
         def ask(i, kind):
             prompt = [257, *(b'ab cd ef ' * 5), *([i] * 9 if kind == 'miss' else [])]
@@ -55,7 +59,7 @@ def test_sixty_requests_leave_nothing(mode, tmp_path):
             assert at_rest(e) <= before * 1.02
         finally: gc.enable()
         gc.collect()
-        assert not [o for o in gc.get_objects() if isinstance(o, Request | Seat | Running | Sequence | Guest)]
+        assert not [o for o in alive() if id(o) not in others]
         s = e.snapshot()['scheduler']
         assert s['failed'] == 11 and s['completed']['foreground'] + s['cancelled'] == 4 + 4 + 50
 
