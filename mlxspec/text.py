@@ -8,13 +8,17 @@ Docs: https://mlxspec.github.io/mlxspec/text.html.md"""
 from __future__ import annotations
 
 import json
+import sys
+import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from .core import RequestError
 
 # %% auto #0
-__all__ = ['Piece', 'find_stop', 'undecided', 'TextStream', 'must_be_text', 'special_ids', 'inside_thought', 'ChatFormat']
+__all__ = ['Piece', 'RENDER_S', 'find_stop', 'undecided', 'TextStream', 'must_be_text', 'special_ids', 'in_time',
+           'inside_thought', 'ChatFormat']
 
 # %% ../nbs/09_text.ipynb #35df8b14
 def find_stop(text: str, # everything not yet shown
@@ -92,6 +96,18 @@ def special_ids(tokenizer: Any) -> frozenset[int]: # of mlx-lm or transformers
     added = getattr(tokenizer, 'added_tokens_decoder', {})
     return frozenset(getattr(tokenizer, 'all_special_ids', [])) | {i for i, t in added.items() if t.special}
 
+RENDER_S = 2.0 # seconds that a template may take
+
+def in_time(fn: Callable[..., Any], *args, **kwargs) -> Any:
+    "Call something that renders a template; RequestError when the template is still running after `RENDER_S`."
+    end, before = time.monotonic() + RENDER_S, sys.gettrace()
+    def watch(frame: Any, event: str, arg: Any) -> Any: # called for lines of this thread's templates only
+        if time.monotonic() > end: raise RequestError(f'The chat template was still busy with these messages after {RENDER_S:.0f} s.', 'messages')
+        return watch if frame.f_code.co_filename == '<template>' else None
+    sys.settrace(watch)
+    try: return fn(*args, **kwargs)
+    finally: sys.settrace(before)
+
 def inside_thought(prompt: list[int],
                    think: tuple[int, int] | None, # token ids that open and close a thought
                    special: frozenset[int] = frozenset(), # token ids that begin or end messages: no thought reaches beyond them
@@ -120,7 +136,7 @@ class ChatFormat:
         if not self.has_template: raise RequestError('This model has no chat template; use plain text completion.', 'messages')
         try:
             must_be_text(json.dumps([messages, tools, kwargs], ensure_ascii=False, default=str))
-            return list(self.tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, **kwargs))
+            return list(in_time(self.tokenizer.apply_chat_template, messages, tools=tools, add_generation_prompt=True, **kwargs))
         except RequestError: raise
         except Exception as e: # a template is a program: given the right messages it may raise anything
             from jinja2 import TemplateError
