@@ -23,7 +23,7 @@ from mlxspec.gatesim import (
     widths,
 )
 
-SEEDS = (0,)
+SEEDS = (0, 1)
 
 
 @pytest.mark.parametrize('w', [w for ws in contract().values() for w in ws], ids=lambda w: w.name)
