@@ -27,7 +27,7 @@ from .rounds import CLEAR_EVERY, Flight, arms, chunk_of, detail_of, emitted, obs
 from .target import Target
 
 # %% auto #0
-__all__ = ['Asked', 'say_all', 'BatchFlight', 'Unit', 'mask_of', 'first_rows', 'launch_together', 'commit_plain',
+__all__ = ['Asked', 'joint', 'say_all', 'BatchFlight', 'Unit', 'mask_of', 'first_rows', 'launch_together', 'commit_plain',
            'plain_together', 'Verdict', 'block_of', 'judge_all', 'commit_round', 'verify_together', 'Choice', 'offered',
            'choose', 'draft', 'tell', 'draft_together', 'draft_all', 'run_choice', 'unit_step']
 
@@ -44,6 +44,11 @@ class Asked:
 
     def say(self) -> Rows: return self.law.rows(self.logits, self.position, self.past, self.block, self.mask)
 
+def joint(laws: list[Law], positions: list[int], sizes: list[int]) -> JointLaw: # per request: position of row 0, rows
+    "One law for the rows of requests that are alike."
+    keys = [k for law, p, n in zip(laws, positions, sizes, strict=True) for k in law.keys(p, n)] if laws[0].params.temperature else []
+    return JointLaw(laws[0], keys)
+
 def say_all(asked: list[Asked]) -> list[Rows]: # in the same order
     "What the target says to each request."
     out: dict[int, Rows] = {}
@@ -52,9 +57,7 @@ def say_all(asked: list[Asked]) -> list[Rows]: # in the same order
     for ids in groups.values():
         if len(ids) == 1: out[ids[0]] = asked[ids[0]].say(); continue
         sizes = [asked[i].logits.shape[0] for i in ids]
-        law = asked[ids[0]].law
-        keys = [k for i, n in zip(ids, sizes, strict=True) for k in asked[i].law.keys(asked[i].position, n)] if law.params.temperature else []
-        rows = JointLaw(law, keys).rows(mx.concatenate([asked[i].logits for i in ids]), 0)
+        rows = joint([asked[i].law for i in ids], [asked[i].position for i in ids], sizes).rows(mx.concatenate([asked[i].logits for i in ids]), 0)
         for i, end, n in zip(ids, accumulate(sizes), sizes, strict=True): out[i] = Rows(rows.choice[end - n:end], rows.logprobs[end - n:end])
     return [out[i] for i in range(len(asked))]
 
@@ -122,7 +125,7 @@ class Unit:
         for i, s in zip(left, self.seats, strict=True): s.batch, s.run.cache, s.run.flight = None, self.cache.extract(i), self.flight and self.flight.of(i)
         self.cache = self.flight = None
 
-# %% ../nbs/31_batch.ipynb #e04aefe7
+# %% ../nbs/31_batch.ipynb #ed751ee2
 def mask_of(seat: Seat, drafts: list[int]) -> Any: # [n + 1, V], or None
     "What a request's grammar allows; one that raises ends its own request."
     law = seat.run.law
@@ -133,8 +136,7 @@ def first_rows(runs: list[Any], masks: list[Any], positions: list[int], logits: 
     "What the target says to each request, as single steps."
     kinds = {kin(r.law) for r in runs}
     if len(kinds) == 1 and None not in kinds: # no need to part the rows
-        keys = [k for r, p in zip(runs, positions, strict=True) for k in r.law.keys(p, 1)] if runs[0].law.params.temperature else []
-        return JointLaw(runs[0].law, keys).rows(logits[:, 0], 0).choice, [{}] * len(runs)
+        return joint([r.law for r in runs], positions, [1] * len(runs)).rows(logits[:, 0], 0).choice, [{}] * len(runs)
     rows = say_all([Asked(r.law, logits[i], p, r.past, mask=masks[i]) for i, (r, p) in enumerate(zip(runs, positions, strict=True))])
     return mx.concatenate([w.choice for w in rows]), [detail_of(w, w.choice, r.seq.params) for w, r in zip(rows, runs, strict=True)]
 
