@@ -19,7 +19,7 @@ from .accept import accept, embeddable, judge, walk
 from .answer import Plan, Seat, decode_step
 from .company import Company, Together, run_ragged
 from .core import Accepted, Forward, Proposal, Rows, StepResult
-from .gate import GateStep, Step
+from .gate import GateStep, Step, widest
 from .law import NO_DRAFTS, DraftLaw, JointLaw, Law, kin
 from .pilot import PUBLISH_EVERY, plain
 from .ragged import Ragged
@@ -294,14 +294,13 @@ def choose(unit: Unit, widths: tuple[int, ...]) -> Choice: # widths that may run
     reach = {a: tuple(w for w in widths if w <= max(o.get(a, 0) for o in offers)) for a in kinds}
     reach = {a: ws for a, ws in reach.items() if ws}
     if not reach: return Choice(plain('no_match'), offers, whys)
-    arm, ws = next(iter(reach.items()))
-    force = Step(GateStep.MeasureVerify, ws[-1], arm, 'force')
-    if pilot.gate is None: return Choice(replace(force, k=widths[-1]), offers, whys)
-    want = pilot.gate.next_step(n, reach, max(unit.ends))
+    if pilot.gate is None: return Choice(replace(widest(reach, 'force'), k=widths[-1]), offers, whys)
+    want, free = pilot.gate.next_step(n, reach, max(unit.ends)), True
+    if want.kind is GateStep.MeasureDecode and any(s.course and s.course.rules.pinned(s.course.place) for s in unit.seats):
+        want, free = pilot.gate.pinned_step(n, reach), False
     if want.kind is GateStep.MeasureDecode:
-        if any(s.course and s.course.rules.pinned(s.course.place) for s in unit.seats): return Choice(replace(force, reason='entry_pin'), offers, whys)
         return Choice(want, offers, ['look' if want.look else 'parked' if o else w for o, w in zip(offers, whys, strict=True)], True)
-    return Choice(want, [{want.arm: o[want.arm]} if want.arm in o else {} for o in offers], whys, True)
+    return Choice(want, [{want.arm: o[want.arm]} if want.arm in o else {} for o in offers], whys, free)
 
 def draft(unit: Unit, i: int, offers: dict[str, int], k: int) -> Proposal: # k: rows at most
     "The first proposal of the offered kinds that is not empty."

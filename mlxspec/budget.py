@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from .core import StepResult
 from .estimates import Acceptance, Cell, Costs, Curve, ODD, Option, WARM_UP, tries
-from .gate import GateStep, Step, Switch, gate_snapshot, width_bucket
+from .gate import GateStep, Step, Switch, gate_snapshot, widest, width_bucket
 
 # %% auto #0
 __all__ = ['log', 'PLAIN', 'PURSE', 'GUESS', 'expected_gain', 'Held', 'Look', 'Bucket', 'Mix', 'Value', 'mixed', 'log_var',
@@ -353,6 +353,13 @@ class BudgetGate(BudgetState):
             return decide(self, b, width, ks, key)
         self.now = held
         return held.step
+
+    def pinned_step(self, width: int, ks: Mapping[str, Sequence[int]]) -> Step:
+        "Of the rounds that were ever measured the one that loses least against plain steps, else the first arm as wide as it may be."
+        b, seen = self.bucket(width), {a: rows for a, rows in ks.items() if a in self.arms}
+        rounds = {o: x for o, x in values(b, self.arms, seen).items() if x.known and o != PLAIN} if b.costs.known(PLAIN) else {}
+        best = min(rounds, key=lambda o: rounds[o].mix.cost - rounds[o].mix.e * b.costs.seconds(PLAIN), default=None)
+        return as_step(best, rounds, width, 'entry_pin') if best else widest(ks, 'entry_pin')
 
     def note_depth(self, depth: int) -> None: self.context = depth
 

@@ -18,7 +18,7 @@ from .core import StepResult
 
 # %% auto #0
 __all__ = ['log', 'ENTRY_PIN', 'spec_dispatch_eligible', 'entry_pin_tokens', 'entry_pin_forces_verify', 'GateStep', 'Step',
-           'GateDecision', 'Switch', 'Gate', 'gate_snapshot', 'Window', 'ModeStats', 'margin', 'width_bucket',
+           'widest', 'GateDecision', 'Switch', 'Gate', 'gate_snapshot', 'Window', 'ModeStats', 'margin', 'width_bucket',
            'depth_changed', 'GateMode', 'WindowState', 'arbitrate', 'close_window', 'record_step', 'go_stale',
            'enter_width', 'WindowGate']
 
@@ -73,6 +73,12 @@ class Step:
     rival_tps: float | None = None    # the same of the best alternative
     look: bool = False                # run to learn something, not because it is thought to be best
 
+def widest(ks: Mapping[str, Sequence[int]], # arm -> rows now, ascending; not empty
+           reason: str) -> Step:
+    "The preferred arm, as wide as it may be."
+    arm, rows = next(iter(ks.items()))
+    return Step(GateStep.MeasureVerify, rows[-1], arm, reason)
+
 # %% ../nbs/24_gate.ipynb #d338cee8
 class GateDecision(StrEnum):
     "A change of mode, handed out once."
@@ -104,6 +110,7 @@ class Gate(Protocol):
     "Chooses the next step from what earlier steps delivered. One owner thread; never blocks."
     timeline: deque[Switch]           # the last switches
     def next_step(self, width: int, ks: Mapping[str, Sequence[int]], context: int) -> Step: ...
+    def pinned_step(self, width: int, ks: Mapping[str, Sequence[int]]) -> Step: ... # a round in any case; after next_step
     def note_depth(self, depth: int) -> None: ... # context of a step that somebody else chose
     def record(self, r: StepResult, # arm: the one asked for, even if it was silent
                rows: Sequence[tuple[int, int]] = (), # per sequence (drafted, accepted); of one, `r` says it
@@ -331,6 +338,9 @@ class WindowGate(WindowState):
         self.step = Step(*what, 'probe' if self.probing else 'mode', self.stats[run].tps,
                          self.stats[rival].tps, self.probing)
         return self.step
+    def pinned_step(self, width: int, ks: Mapping[str, Sequence[int]]) -> Step:
+        "The first arm, as wide as it may be."
+        return widest(ks, 'entry_pin')
     def record(self, r: StepResult, rows: Sequence[tuple[int, int]] = ()) -> None:
         "One step of the loop; only those of the running mode count."
         ran = GateMode.Serial if r.kind == r.arm == 'plain' else GateMode.Mtp

@@ -14,11 +14,11 @@ from typing import Any
 
 from .core import Choices, RequestStats, StepResult
 from .evidence import Tally
-from .gate import Gate, GateStep, Step, Switch, entry_pin_forces_verify, spec_dispatch_eligible
+from .gate import Gate, GateStep, Step, Switch, entry_pin_forces_verify, spec_dispatch_eligible, widest
 from .policy import MtpPolicy
 
 # %% auto #0
-__all__ = ['MTP_KINDS', 'PUBLISH_EVERY', 'plain', 'first', 'Place', 'Rules', 'note_step', 'note_switch', 'Course', 'Pilot']
+__all__ = ['MTP_KINDS', 'PUBLISH_EVERY', 'plain', 'Place', 'Rules', 'note_step', 'note_switch', 'Course', 'Pilot']
 
 # %% ../nbs/28_pilot.ipynb #a16b5517
 MTP_KINDS = ('gemma4_assistant', 'qwen3_5_mtp', 'glm4_moe_lite_mtp', 'inkling_mtp')
@@ -26,12 +26,6 @@ MTP_KINDS = ('gemma4_assistant', 'qwen3_5_mtp', 'glm4_moe_lite_mtp', 'inkling_mt
 def plain(reason: str) -> Step:
     "A plain step, and why."
     return Step(GateStep.MeasureDecode, reason=reason)
-
-def first(ready: Mapping[str, int], # kind -> verify rows at most, in order of preference
-          reason: str) -> Step:
-    "The preferred arm at its full width, or plain when no drafter has anything."
-    for arm, k in ready.items(): return Step(GateStep.MeasureVerify, k, arm, reason)
-    return plain('no_match')
 
 # %% ../nbs/28_pilot.ipynb #e140b935
 @dataclass
@@ -121,9 +115,10 @@ class Course:
         arm = 'spec' if measuring else self.policy.arm(self.tally)
         if mtp in ready and arm == 'plain': ready = {a: k for a, k in ready.items() if a != mtp}
         if not ready: return plain('policy' if mtp and arm == 'plain' else 'no_match')
-        if self.gate is None: return first(ready, 'force')
-        step = self.gate.next_step(1, {a: range(2, k + 1) for a, k in ready.items()}, context)
-        if step.kind is GateStep.MeasureDecode and self.rules.pinned(self.place): return first(ready, 'entry_pin')
+        ks = {a: range(2, k + 1) for a, k in ready.items()}
+        if self.gate is None: return widest(ks, 'force')
+        step = self.gate.next_step(1, ks, context)
+        if step.kind is GateStep.MeasureDecode and self.rules.pinned(self.place): return self.gate.pinned_step(1, ks)
         self.by = 'gate'
         return step
 

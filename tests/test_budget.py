@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mlxspec.budget import PLAIN, BudgetGate
 from mlxspec.core import StepResult
-from mlxspec.gate import width_bucket
+from mlxspec.gate import GateStep, Step, width_bucket
 from mlxspec.gatesim import (
     Scene,
     Workload,
@@ -70,6 +70,21 @@ def test_nothing_is_chosen_before_it_was_measured_three_times():
         g.record(StepResult(s.kind, .01 * (1 + .1 * s.k) * rng.uniform(.9, 1.1), width * (kept + 1), s.k,
                             (s.k - 1) * width, kept * width, s.arm, width), [(s.k - 1, kept)] * width)
         n[key] += 1
+
+
+def test_a_pinned_step_is_the_best_round_that_was_measured():
+    g, ks = BudgetGate(), {'head': (2, 3, 4), 'lookup': (2,)}
+    assert g.pinned_step(2, ks) == Step(GateStep.MeasureVerify, 4, 'head', 'entry_pin') # nothing is known: the preferred arm, as wide as may be
+    for _ in range(300): # plain beats all rounds, of which those of 3 rows lose least; lookup is never right
+        s = g.next_step(2, ks, 100)
+        kept = (s.k > 1) + (s.k > 2) if s.arm == 'head' else 0
+        wall = {1: .010, 2: .023, 3: .031, 4: .045}[s.k]
+        g.record(StepResult(s.kind, wall, 2 * (kept + 1), s.k, 2 * (s.k - 1), 2 * kept, s.arm, 2), [(s.k - 1, kept)] * 2)
+    assert g.next_step(2, ks, 100).kind == 'plain'
+    before = g.snapshot()
+    s = g.pinned_step(2, ks)
+    assert (s.kind, s.arm, s.k, s.reason) == ('verify', 'head', 3, 'entry_pin') and g.snapshot() == before
+    assert g.pinned_step(2, {'new': (2, 5)}).k == 5
 
 
 def test_a_width_change_suspends_a_look_and_mixes_nothing():

@@ -82,6 +82,7 @@ class Changing:
     def note_depth(self, depth): pass
     def record(self, r, rows=()): assert not rows or sum(d for d, _ in rows) == r.drafted and len(rows) == r.width
     def snapshot(self): return {}
+    def pinned_step(self, width, ks): return Step(GateStep.MeasureVerify, min(next(iter(ks.values()))), next(iter(ks)))
     def next_step(self, width, ks, context):
         self.n += 1
         if self.n // 3 % 2: return Step(GateStep.MeasureDecode)

@@ -27,6 +27,7 @@ class Says:
     "A gate that says what it is told to, and remembers what it hears."
     def __init__(self, *steps): self.steps, self.asked, self.heard, self.timeline = itertools.cycle(steps), [], [], deque()
     def next_step(self, width, ks, context): self.asked.append(ks); return next(self.steps)
+    def pinned_step(self, width, ks): return Step(GateStep.MeasureVerify, 3, next(iter(ks)), 'entry_pin')
     def note_depth(self, depth): self.depth = depth
     def record(self, r): self.heard.append(r)
     def snapshot(self): return dict(gate='says', heard=len(self.heard))
@@ -82,6 +83,8 @@ def test_the_entry_pin_overrides_parking_only():
     assert [(r.kind, r.k) for r in gate.heard] == [('verify', 4)] * 2 + [('plain', 1), ('verify', 4)] * 2 # pinned steps are not recorded
     assert c.choose({'lookup': 8}, 9) is PLAIN
     assert c.why == 'parked'
+    c = no_policy(Says(PLAIN), entry_pin=4)
+    assert go(c).k == 3 # the gate says which round
 
 
 def test_the_entry_pin_stays_out_of_thoughts_and_begins_after_them():
