@@ -111,6 +111,7 @@ class Seat:
     ended: str | None = None          # 'completed', 'failed' or 'cancelled'
     visit: Any = None                 # of the prefix store
     batch: Any = None                 # the Unit whose cache holds the request's rows; None: its own does
+    along: bool = False               # its prompt was read in one forward with others
 
     @property
     def seq(self) -> Sequence: return self.request.seq
@@ -124,17 +125,34 @@ class Seat:
         return (self.plan.drafters.reason or 'no_drafter') if self.seq.params.speculate else 'disabled'
 
     def opening(self) -> Iterator[str]: # lane of each step
-        "Probe and prefill, one forward per step."
-        plan, seq = self.plan, self.seq
-        self.run = open_running(self.target, seq, taking_part(plan.drafters.made, seq.params.speculate), mask=self.request.mask)
-        yield from explore(self.run, plan.exactness)
-        self.visit = plan.prefix.visit(self.run) if plan.prefix else None
-        read = False
-        while not read:
-            read = prefill_step(self.target, self.run, self.visit.chunk(plan.chunk) if self.visit else plan.chunk)
-            if self.visit: self.visit.mark()
+        "Everything before the first token, one forward per step."
+        yield from self.entering()
+        while not self.read:
+            self.read_on()
             yield 'prefill'
-        kinds = [g.kind for g in self.run.guests]
+        self.begin()
+
+    def entering(self) -> Iterator[str]:
+        "Probe, and look up what is known of the prompt."
+        self.run = open_running(self.target, self.seq, taking_part(self.plan.drafters.made, self.seq.params.speculate), mask=self.request.mask)
+        yield from explore(self.run, self.plan.exactness)
+        self.visit = self.plan.prefix.visit(self.run) if self.plan.prefix else None
+
+    @property
+    def portion(self) -> int: # tokens
+        "How much of the prompt to read next."
+        if self.run is None: return 0
+        most = self.visit.chunk(self.plan.chunk) if self.visit else self.plan.chunk
+        return min(most, self.seq.prompt_len - 1 - self.run.read)
+
+    def read_on(self) -> None:
+        "Prefill: one chunk."
+        prefill_step(self.target, self.run, self.portion)
+        if self.visit: self.visit.mark()
+
+    def begin(self) -> None:
+        "The prompt is read."
+        plan, seq, kinds = self.plan, self.seq, [g.kind for g in self.run.guests]
         own = 'prediction' if 'prediction' in kinds and seq.params.prediction else None
         if kinds: self.course = plan.pilot.open(kinds, plan.think, inside_thought(seq.tokens, plan.think, plan.special), seq.stats, own)
 
@@ -151,7 +169,7 @@ class Seat:
     def finish(self) -> None:
         "The text has ended well."
         if self.course: self.course.close()
-        if self.visit: self.visit.keep(*(self.batch.state_of(self) if self.batch else (self.run.cache, self.run.cached)))
+        if self.visit and not self.along: self.visit.keep(*(self.batch.state_of(self) if self.batch else (self.run.cache, self.run.cached)))
         self._end('completed', result_of(self.seq, self.chunks))
 
     def fail(self, e: BaseException) -> None:

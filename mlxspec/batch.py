@@ -27,9 +27,10 @@ from .rounds import CLEAR_EVERY, Flight, arms, chunk_of, detail_of, emitted, obs
 from .target import Target
 
 # %% auto #0
-__all__ = ['Asked', 'joint', 'say_all', 'BatchFlight', 'Unit', 'mask_of', 'first_rows', 'launch_together', 'commit_plain',
-           'plain_together', 'Verdict', 'block_of', 'judge_all', 'commit_round', 'verify_together', 'Choice', 'offered',
-           'choose', 'draft', 'tell', 'draft_together', 'draft_all', 'run_choice', 'unit_step']
+__all__ = ['Asked', 'joint', 'say_all', 'BatchFlight', 'Unit', 'told', 'read_together', 'read_step', 'mask_of', 'first_rows',
+           'launch_together', 'commit_plain', 'plain_together', 'Verdict', 'block_of', 'judge_all', 'commit_round',
+           'verify_together', 'Choice', 'offered', 'choose', 'draft', 'draft_together', 'draft_all', 'run_choice',
+           'unit_step']
 
 # %% ../nbs/31_batch.ipynb #baa98779
 @dataclass
@@ -124,6 +125,38 @@ class Unit:
             return
         for i, s in zip(left, self.seats, strict=True): s.batch, s.run.cache, s.run.flight = None, self.cache.extract(i), self.flight and self.flight.of(i)
         self.cache = self.flight = None
+
+# %% ../nbs/31_batch.ipynb #4c61d050
+def told(company: Company, seats: list[Seat], rows: int, ends: list[int]) -> None:
+    "Lower the promise to everybody who took part in a forward that is not exact."
+    if not (warning := company.warning(rows, ends)): return
+    for s in seats: s.seq.stats.level, s.seq.stats.warning = 'none', s.seq.stats.warning or warning
+
+def read_together(company: Company, seats: list[Seat]) -> None: # two or more that have entered and read nothing yet
+    "Read whole prompts, but for their last tokens."
+    t0, runs, target = time.perf_counter(), [s.run for s in seats], company.target
+    prompts = [r.seq.tokens[:r.seq.prompt_len - 1] for r in runs]
+    ends = [len(p) for p in prompts]
+    cache = Ragged.merge([r.cache for r in runs], [0] * len(runs))
+    f = run_ragged(target, cache, mx.array([p + p[-1:] * (max(ends) - len(p)) for p in prompts]), company.way(1, ends), any(r.hidden for r in runs))
+    cache.advance(ends)
+    own = [cache.extract(i) for i in range(len(runs))]
+    mx.eval([[e.state for e in c] for c in own], f.hidden, f.taps)
+    told(company, seats, 1, ends)
+    for i, (s, r) in enumerate(zip(seats, runs, strict=True)):
+        r.cache, r.read, s.along = own[i], ends[i], True
+        s.attempt(observe, r, r.seq.tokens[1:ends[i] + 1], f.features(i, ends[i]))
+        r.seq.stats.prefill_s += time.perf_counter() - t0
+    mx.clear_cache()
+
+def read_step(company: Company, seats: list[Seat]) -> None:
+    "One step of reading, for one request or several."
+    if len(seats) == 1: return seats[0].attempt(seats[0].read_on)
+    try: read_together(company, seats)
+    except Exception as e: # what is not one request's own fault ends all that took part
+        for s in seats: s.attempt(_again, e)
+
+def _again(e: BaseException) -> None: raise e
 
 # %% ../nbs/31_batch.ipynb #ed751ee2
 def mask_of(seat: Seat, drafts: list[int]) -> Any: # [n + 1, V], or None
@@ -313,11 +346,6 @@ def draft(unit: Unit, i: int, offers: dict[str, int], k: int) -> Proposal: # k: 
     return p
 
 # %% ../nbs/31_batch.ipynb #81002507
-def tell(unit: Unit, rows: int) -> None:
-    "Lower the promise to everybody who took part in a forward that is not exact."
-    if not (warning := unit.company.warning(rows, unit.ends)): return
-    for s in unit.seats: s.seq.stats.level, s.seq.stats.warning = 'none', s.seq.stats.warning or warning
-
 def draft_together(unit: Unit, offers: list[dict[str, int]], k: int) -> dict[int, Proposal]: # index of a request -> its proposal
     "What heads propose that can draft for several sequences in one forward, for those who would ask them first."
     groups: dict[int, list[tuple[int, Any]]] = {}
@@ -351,7 +379,7 @@ def run_choice(unit: Unit, c: Choice, ahead: bool) -> StepResult: # of all reque
     t0, drafting = time.perf_counter(), c.step.k > 1 and unit.flight is None
     proposals, rows = draft_all(unit, c) if drafting else ([], 1)
     drafted, tried = time.perf_counter() - t0, [(0, 0)] * len(unit)
-    tell(unit, rows)
+    told(unit.company, unit.seats, rows, unit.ends)
     unit.count(len(unit), len(unit) * rows if rows > 1 else 0)
     if rows > 1: r, tried = verify_together(unit, proposals, rows, c.whys, drafted)
     else: r = plain_together(unit, ahead and (c.step.k == 1 or drafting), c.whys if drafting or c.step.k == 1 else ['in_flight'] * len(unit))
@@ -384,5 +412,3 @@ def _alone(unit: Unit, seat: Seat, ahead: bool) -> str:
     if not done: return 'plain'
     unit.count(1, done[1] if done[0] == 'mtp' else 0)
     return done[0]
-
-def _again(e: BaseException) -> None: raise e

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.cache import KVCache
 
 from .cache import is_recurrent
 from .core import Forward, MlxspecError
@@ -267,6 +268,7 @@ class Company:
         self.target, self.k, self.memo, self.unprobed, self.allow_inexact = target, k, memo, unprobed, allow_inexact
         self.abilities = abilities(target)
         self.ways = [w for w in ways if w in self.abilities.ways]
+        self.appends = all(type(e) is KVCache for e in target.make_cache()) # a row changes no other
         self.trials: dict[tuple[int, int], list[Meeting]] = {}
         self._stages: dict[int, Stage] = {}
         for m in _recalled(memo.load() if memo else None): self.trials.setdefault((m.width, m.rows), []).append(m)
@@ -321,6 +323,10 @@ class Company:
         "Rows of drafts per sequence, pending token included, that may run."
         free = self.allow_inexact or (len(ends), 1) in self.trials and not any(self.exact(1, ends))
         return tuple(r for r in ladder(k) if free or any(self.exact(r, ends)))
+
+    def may_read(self, width: int) -> bool:
+        "Whether so many prompts may be read in one forward: nothing is promised to requests side by side anyway, and padding leaves nothing behind."
+        return self.appends and (self.unprobed or (width, 1) in self.trials and not any(m.first is None and m.reach for m in self.trials[width, 1]))
 
     def warning(self, rows: int, ends: list[int]) -> str | None: # None: the text is what it would be alone
         "What a request has to be told that took part in such a forward."

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from .admission import Admission
 from .answer import Plan, Request, Seat, decode_step
 from .bands import Stepper, settle
-from .batch import Unit, unit_step
+from .batch import Unit, read_step, unit_step
 from .company import Abilities, Company
 from .core import Cancelled, ConfigError
 from .hyper import MOST, branch_step
@@ -109,12 +109,12 @@ class Batched:
                  count: Count):
         self.target, self.company, self.plan, self.k, self.widest, self.count = target, company, plan, k, widest, count
         self.units: deque[Unit] = deque()
-        self.opening: dict[Seat, Iterator[str]] = {}  # in order
+        self.opening: dict[Seat, Iterator[str] | None] = {} # in order; None: it has entered
         self.ready: dict[Seat, float] = {}            # clock when its prompt was read
         self._turns = self._go = 0                    # prompt tokens read since the last decode step
         self._owed, self._clock = 0.0, time.perf_counter # seconds that reading has taken from those who decode
 
-    def admit(self, seat: Seat) -> None: self.opening[seat] = seat.opening()
+    def admit(self, seat: Seat) -> None: self.opening[seat] = seat.entering()
     def drop(self, seat: Seat) -> None:
         self.opening.pop(seat, None)
         self.ready.pop(seat, None)
@@ -139,16 +139,40 @@ class Batched:
         return next(iter(self.opening)) if self._turns % 4 == 3 else min(self.opening, key=lambda s: s.run.read if s.run else 0)
 
     def _open(self) -> str:
-        "One step of a request that reads."
+        "One step of reading, or of somebody's probe."
         seat, first = self._next(), next(iter(self.opening))
         self._turns += 1
-        steps, before = self.opening.pop(seat), seat.run.read if seat.run else 0
-        lane = seat.attempt(next, steps, None)
-        more = lane and not (seat.read and seat.attempt(next, steps, None) is None)
-        if more: self.opening = {seat: steps} | self.opening if seat is first else self.opening | {seat: steps}
-        elif not seat.ended: self.ready[seat] = time.monotonic()
-        self._go += seat.run.read - before + 1 if lane == 'prefill' else self.plan.chunk
-        return lane or 'prefill'
+        party = self._party(seat)
+        self._go += 1 + len(party) * max(s.portion for s in party) if party else self.plan.chunk
+        if not party: return 'probe'
+        if not seat.read: read_step(self.company, party)
+        for s in party:
+            if s.read: s.attempt(s.begin)
+            if s.read or s.ended: del self.opening[s]
+            if s.read and not s.ended: self.ready[s] = time.monotonic()
+        if seat in self.opening and seat is not first: self.opening[seat] = self.opening.pop(seat) # to the end of the line
+        return 'prefill'
+
+    def _party(self, seat: Seat) -> list[Seat]: # nobody: a step of a probe has run
+        "Who reads now: the next in turn, and others with short prompts where they may be read in one forward."
+        if not self._enter(seat): return []
+        party, most = [seat], max((n for n in range(2, self.widest + 1) if self.company.may_read(n)), default=1) if self._whole(seat) else 1
+        for s in [s for s in self.opening if s is not seat] if most > 1 else ():
+            if not self._enter(s): return []
+            more = [*party, s]
+            sizes = [x.portion for x in more]
+            if self._whole(s) and len(more) * max(sizes) <= min(self.plan.chunk, 1.5 * sum(sizes)): party = more # a third of it padding at most
+            if len(party) == most: break
+        return party if self.company.may_read(len(party)) else party[:1]
+
+    def _enter(self, seat: Seat) -> bool: # whether it can read
+        if (steps := self.opening[seat]) and seat.attempt(next, steps, None): return False
+        self.opening[seat] = None
+        return True
+
+    def _whole(self, seat: Seat) -> bool:
+        "Whether all of a prompt is read in the next portion."
+        return not seat.ended and seat.run.read == 0 < seat.portion == seat.seq.prompt_len - 1
 
     def _join(self) -> str | None: # the lane, when a unit had to be drained for it
         "Let those move in who can."
