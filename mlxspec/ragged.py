@@ -143,9 +143,11 @@ def move_in(entries: list[Any], # the same layer's entry of each sequence, KVCac
     if (like := next((e for e in entries if e.keys is not None), None)) is None: return kv
     size = max(ends) + SLACK if windows else -(-(max(ends) + 1) // STEP) * STEP
     def side(name):
-        shape = getattr(like, name)
-        cut = lambda e, n: strip(None, 0, shape) if e.keys is None else getattr(e, name)[:, :, (e.end if windows else n) - n:][:, :, :n]
-        return mx.concatenate([strip(cut(e, n), size, shape) for e, n in zip(entries, ends, strict=True)])
+        _, H, _, D = (a := getattr(like, name)).shape
+        new = mx.zeros((len(entries), H, size, D), a.dtype)
+        for b, (e, n) in enumerate(zip(entries, ends, strict=True)):
+            if e.keys is not None: new[b, :, :n] = getattr(e, name)[0, :, (e.end if windows else n) - n:][:, :n]
+        return new
     kv.keys, kv.values = side('keys'), side('values')
     return kv
 

@@ -17,12 +17,14 @@ import mlx.core as mx
 import pytest
 from test_numbers import poison
 
+import mlxspec.batch
 from mlxspec.admission import Admission
 from mlxspec.answer import Plan, Request
 from mlxspec.company import APART, EVERY, TOGETHER, Company, Meeting
 from mlxspec.config import MODES, SHARED
 from mlxspec.core import Cancelled, ConfigError, EngineError, NumericalError, Params, RequestError
 from mlxspec.drafters import scripted as sc
+from mlxspec.drafters.lookup import Lookup
 from mlxspec.engine import Engine
 from mlxspec.exactness import Difference, finish
 from mlxspec.gate import GateStep, Step
@@ -100,17 +102,18 @@ def company(target: Target, way: str) -> Company: # shapes are learned once per 
 class Floors:
     "A floor driven by hand."
     def __init__(self, mode, target, places=8, gate=None, way=APART, queue=32, clean=None, # the target without its fault
-                 clock=None): # None: every step takes the same time
+                 clock=None, # None: every step takes the same time
+                 beside=None): # a Company; None: one that has been tried
         self.target, self.widths, self.lanes = target, Counter(), []
         self.pilot = Pilot(MtpPolicy(None), gate)
         plan = Plan(K, 8, SimpleNamespace(made=(), reason=None), self.pilot)
-        m = make_mode(mode, target, plan, company(clean or target, way), 8, lambda width, rows: self.widths.update([width]))
+        m = make_mode(mode, target, plan, beside or company(clean or target, way), 8, lambda width, rows: self.widths.update([width]))
         m._clock = clock or itertools.count().__next__ # the order of events does not depend on the machine
         self.floor = Floor(target, m, Admission(places if mode in SHARED else 1, queue, 60., lambda r: r.gone))
         self.steps = None
 
-    def request(self, ids, params, drafters=(), ends=(), on_chunk=None, mask=None):
-        plan = Plan(K, 8, SimpleNamespace(made=tuple(drafters), reason=None), self.pilot)
+    def request(self, ids, params, drafters=(), ends=(), on_chunk=None, mask=None, prefix=None):
+        plan = Plan(K, 8, SimpleNamespace(made=tuple(drafters), reason=None), self.pilot, prefix=prefix)
         seq = Sequence(list(ids), params, TextStream(self.target.tokenizer.detokenizer, params.stop), frozenset(ends))
         return Request(seq, plan, on_chunk, mask=mask)
 
@@ -301,6 +304,74 @@ def test_short_prompts_that_come_together_are_read_in_one_go(mode):
     while not rs[0].seq.emitted: f.step()
     assert 'prefill' not in f.lanes[4:] and set(f.widths) == {4} and all(r.seq.emitted for r in rs)
     f.run()
+
+
+def unpromising(t: Target) -> Company:
+    "Nothing is exact in company, as far as it knows."
+    c = Company(t, K)
+    c.trials = {(w, r): [Meeting(w, r, way, Difference(0, 1, 9), 0) for way in c.ways] for w in range(2, 9) for r in range(1, K + 1)}
+    return c
+
+
+@pytest.fixture
+def reads(monkeypatch): # (requests, rows) of each forward that reads prompts together
+    seen, real = [], mlxspec.batch.run_ragged
+    def spy(target, cache, ids, *args):
+        if not any(cache.places.ends): seen.append(ids.shape)
+        return real(target, cache, ids, *args)
+    monkeypatch.setattr('mlxspec.batch.run_ragged', spy)
+    return seen
+
+
+@pytest.mark.parametrize('mode', MODES[2:5])
+@pytest.mark.parametrize('drafter', ('mtp', 'lookup'))
+def test_where_nothing_is_promised_prompts_are_read_in_one_forward(mode, drafter, reads):
+    "Of about the same length, and not more than a chunk with their padding. Drafters hear of every token, and no state is kept for later prompts."
+    t, kept = h.target('llama'), []
+    prefix = SimpleNamespace(visit=lambda run: SimpleNamespace(chunk=lambda most: most, mark=lambda: None, keep=lambda *a: kept.append(run)))
+    prompts = (b'abc', b'def', b'gh', b'i', b'k' * 30)
+    made = [h.mtp(t)] if drafter == 'mtp' else [Lookup()]
+    def go(mode, beside=None):
+        f = Floors(mode, t, clock=lambda: 0., beside=beside)
+        rs = [f.request(p, Params(max_tokens=12, ignore_eos=True), made, prefix=prefix) for p in prompts]
+        for r in rs: f.floor.enter(r)
+        f.run()
+        return [[x.id for x in r.future.result(0).tokens] for r in rs], [r.seq.stats for r in rs]
+    alone, _ = go('serial')
+    assert not reads and len(kept) == len(prompts) and kept.clear() is None
+    beside, mine = go(mode, company(t, APART)) # something is promised
+    assert beside == alone and not reads and len(kept) == len(prompts) and kept.clear() is None
+    together, stats = go(mode, unpromising(t))
+    assert together == alone and reads == [(3, 2)] # 3 prompts without their last tokens; the fourth has nothing to read
+    assert [s.level for s in stats[:3]] == ['none'] * 3 and all('side by side' in s.warning and s.prefill_s > 0 for s in stats[:3])
+    assert [(s.drafted, s.accepted) for s in stats] == [(s.drafted, s.accepted) for s in mine]
+    assert len(kept) == 2 # of those that were read alone
+
+
+@pytest.mark.parametrize('kind', ('gemma3', 'qwen3_5', 'lfm2'))
+def test_states_and_windows_are_read_one_by_one(kind, reads):
+    "Padding would change them."
+    f, c = Floors('ar_batch', h.target(kind), clock=lambda: 0., beside=unpromising(h.target(kind))), Case('ar_batch', kind)
+    served = [submitted(f, c, i) for i in range(3)]
+    f.run()
+    for r, alone in served: same(r, alone)
+    assert not reads
+
+
+def test_a_forward_that_fails_for_several_prompts_ends_them_alone(monkeypatch):
+    t = h.target('llama')
+    f, real = Floors('ar_batch', t, clock=lambda: 0., beside=unpromising(t)), mlxspec.batch.run_ragged
+    rs = [f.request([65 + i, 66], Params(max_tokens=6, ignore_eos=True)) for i in range(3)]
+    def broken(*args): raise RuntimeError('no')
+    monkeypatch.setattr('mlxspec.batch.run_ragged', broken)
+    for r in rs: f.floor.enter(r)
+    f.step()
+    monkeypatch.setattr('mlxspec.batch.run_ragged', real)
+    later = f.request(b'abc', Params(max_tokens=6, ignore_eos=True))
+    f.floor.enter(later)
+    f.run()
+    assert [type(r.future.exception(0)) for r in rs] == [EngineError] * 3 and len(later.future.result(0).tokens) == 6
+    assert not f.floor.seats and f.floor.room.active == 0
 
 
 @pytest.mark.parametrize('mode', SHARED)
