@@ -18,7 +18,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from .cache import is_recurrent
-from .core import Forward, MlxspecError
+from .core import Forward, MlxspecError, ladder
 from .exactness import LONG, SHORT, Difference, Memo, Stage, difference, heard, law_differs, set_stage, writes_differ
 from .intercept import intercept
 from .ragged import STEP, Ragged, RaggedKV, runs_side_by_side, strip
@@ -28,9 +28,9 @@ from .sweep import DENSE, PORTION, Call, counts
 from .target import Target, close_enough, entries_of
 
 # %% auto #0
-__all__ = ['TOGETHER', 'APART', 'WAYS', 'log', 'EVERY', 'LADDER', 'own_mask', 'one_by_one', 'attention_apart', 'run_ragged',
-           'record_of', 'Together', 'runs_ragged', 'Abilities', 'abilities', 'attends', 'Meeting', 'contexts_for',
-           'meet', 'beside', 'neighbours', 'meets_alone', 'sweep_together', 'ladder', 'Company']
+__all__ = ['TOGETHER', 'APART', 'WAYS', 'log', 'EVERY', 'own_mask', 'one_by_one', 'attention_apart', 'run_ragged', 'record_of',
+           'Together', 'runs_ragged', 'Abilities', 'abilities', 'attends', 'Meeting', 'contexts_for', 'meet', 'beside',
+           'neighbours', 'meets_alone', 'sweep_together', 'Company']
 
 # %% ../nbs/09_company.ipynb #e4bb9c38
 TOGETHER, APART = WAYS = ('together', 'apart')
@@ -252,12 +252,6 @@ def sweep_together(stage: Stage, width: int, rows: int) -> Generator[None, None,
     return min((c.keys.shape[2] for c in calls), default=0), None
 
 # %% ../nbs/09_company.ipynb #aae2bbf3
-LADDER = 2, 3, 4, 6, 8, 12, 16
-
-def ladder(k: int) -> tuple[int, ...]: # ascending; empty for k = 1
-    "Widths from 2 to k that batches use."
-    return tuple(r for r in LADDER if r < k) + ((k,) if k > 1 else ())
-
 class Company:
     "How batches of a target are run on this machine, and what a request in one may be promised. `ends`: tokens in the cache of each sequence."
     def __init__(self, target: Target, k: int, # widest block per sequence

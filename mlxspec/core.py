@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 # %% auto #0
-__all__ = ['MlxspecError', 'ConfigError', 'ModelError', 'PairError', 'BackendError', 'PortBusy', 'RequestError', 'EngineError',
-           'NumericalError', 'Cancelled', 'out_of_memory', 'notice', 'round_half_away', 'Params', 'Proposal', 'Forward',
-           'Rows', 'Accepted', 'StepResult', 'Emitted', 'Chunk', 'Choices', 'RequestStats', 'SequenceView',
-           'DraftState', 'Drafter']
+__all__ = ['LADDER', 'MlxspecError', 'ConfigError', 'ModelError', 'PairError', 'BackendError', 'PortBusy', 'RequestError',
+           'EngineError', 'NumericalError', 'Cancelled', 'out_of_memory', 'notice', 'round_half_away', 'Params',
+           'Proposal', 'Forward', 'Rows', 'Accepted', 'ladder', 'StepResult', 'Emitted', 'Chunk', 'Choices',
+           'RequestStats', 'SequenceView', 'DraftState', 'Drafter']
 
 # %% ../nbs/00_core.ipynb #29892cdb
 class MlxspecError(Exception):
@@ -186,6 +186,13 @@ class Accepted:
     "What a round keeps."
     n: int                            # drafts kept, 0..number of drafts
     next_token: int                   # the target's own token after them (the bonus); never a draft
+
+# %% ../nbs/00_core.ipynb #7494031f
+LADDER = 2, 3, 4, 6, 8, 12, 16
+
+def ladder(k: int) -> tuple[int, ...]: # ascending; empty for k = 1
+    "The numbers of rows from 2 to k that rounds are offered in."
+    return tuple(r for r in LADDER if r < k) + ((k,) if k > 1 else ())
 
 # %% ../nbs/00_core.ipynb #3887f672
 @dataclass(frozen=True)

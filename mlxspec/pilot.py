@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .core import Choices, RequestStats, StepResult
+from .core import Choices, RequestStats, StepResult, ladder
 from .evidence import Tally
 from .gate import Gate, GateStep, Step, Switch, entry_pin_forces_verify, spec_dispatch_eligible, widest
 from .policy import MtpPolicy
@@ -115,7 +115,7 @@ class Course:
         arm = 'spec' if measuring else self.policy.arm(self.tally)
         if mtp in ready and arm == 'plain': ready = {a: k for a, k in ready.items() if a != mtp}
         if not ready: return plain('policy' if mtp and arm == 'plain' else 'no_match')
-        ks = {a: range(2, k + 1) for a, k in ready.items()}
+        ks = {a: ladder(k) for a, k in ready.items()}
         if self.gate is None: return widest(ks, 'force')
         step = self.gate.next_step(1, ks, context)
         if step.kind is GateStep.MeasureDecode and self.rules.pinned(self.place): return self.gate.pinned_step(1, ks)

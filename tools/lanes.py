@@ -28,6 +28,7 @@ ASKS = ('Count from 3 to 12.', 'Spell the word garden.', 'Name the days of the w
         'What is 12 plus 7?', 'Tell a short story about a cat.', 'Give me JSON with name Anna and color green.', 'List the months of the year.')
 COPY = ('The garden has red roses, white lilies, blue irises and yellow tulips. The gardener waters the red roses, the white lilies, the blue '
         'irises and the yellow tulips every morning. Repeat: The garden has red roses, white')
+UNPINNED = 'mtp_batch without the entry pin' # a mode for this table only
 LONG = 'the red fox jumps over a blue gate and looks at the moon. ' * 150
 
 
@@ -49,7 +50,8 @@ class Bench:
     def engine(self, mode):
         if mode not in self.engines:
             more = dict(drafter='none') if mode in ('ar_batch', 'cooperative') else dict(drafter=self.drafter) | (dict(draft_block_size=4) if self.model else {})
-            load = partial(Engine.load, self.model, scheduler_mode=mode, cache_dir=self.tmp, prefix_cache_bytes=0)
+            if mode == UNPINNED: more['spec_entry_pin'] = 0
+            load = partial(Engine.load, self.model, scheduler_mode='mtp_batch' if mode == UNPINNED else mode, cache_dir=self.tmp, prefix_cache_bytes=0)
             try: e = load(**more, **self.inexact)
             except ConfigError as why: # blocks are not exact here
                 print(f'  {why} Drafts run all the same.', flush=True)
@@ -114,19 +116,19 @@ class Bench:
             print(f'  ar_batch / BatchGenerator, {width} requests: {ratio}, level {level}, same text in {out[width]["same"]} of {width}', flush=True)
         return out
 
-    def drafts(self, seconds, widths):
+    def drafts(self, mode, seconds, widths):
         "mtp_batch beside ar_batch."
         out = {}
         prompts = self.encode(ASKS if self.drafter == 'head' else [f'{i}. {COPY}' for i in range(8)])
-        for width in self.while_time('mtp_batch / ar_batch', widths):
+        for width in self.while_time(f'{mode} / ar_batch', widths):
             some, said = prompts[:width], {}
-            self.ours('ar_batch', some, said), self.ours('mtp_batch', some, said)
-            ratio = turns(partial(self.ours, 'mtp_batch', some), partial(self.ours, 'ar_batch', some), seconds / len(widths), self.last)
-            self.ours('mtp_batch', some, said)
-            same = sum(a == b for a, b in zip(said['ar_batch'][0], said['mtp_batch'][0], strict=True))
-            out[width] = dict(ratio=asdict(ratio), level=said['mtp_batch'][1], same=same, accepted=said['mtp_batch'][2])
-            print(f'  mtp_batch / ar_batch, {width} requests: {ratio}, level {out[width]["level"]}, same {same}, accepted {" ".join(said["mtp_batch"][2])}', flush=True)
-        print('   ', {k: v for k, v in self.engine('mtp_batch').snapshot()['speculation']['gate'].items() if k in ('arm', 'k', 'steps', 'looks', 'switches')}, flush=True)
+            self.ours('ar_batch', some, said), self.ours(mode, some, said)
+            ratio = turns(partial(self.ours, mode, some), partial(self.ours, 'ar_batch', some), seconds / len(widths), self.last)
+            self.ours(mode, some, said)
+            same = sum(a == b for a, b in zip(said['ar_batch'][0], said[mode][0], strict=True))
+            out[width] = dict(ratio=asdict(ratio), level=said[mode][1], same=same, accepted=said[mode][2])
+            print(f'  {mode} / ar_batch, {width} requests: {ratio}, level {out[width]["level"]}, same {same}, accepted {" ".join(said[mode][2])}', flush=True)
+        print('   ', {k: v for k, v in self.engine(mode).snapshot()['speculation']['gate'].items() if k in ('arm', 'k', 'steps', 'looks', 'switches')}, flush=True)
         return out
 
     def cadence(self, prompt_tokens=1500):
@@ -171,9 +173,9 @@ def measure(name, model, drafter, tokens, widths, seconds, tmp):
     print(f'{name}, {tokens} tokens per request', flush=True)
     bench = Bench(model, drafter, tokens, tmp, time.perf_counter() + seconds)
     try:
-        for mode in ('mtp_batch', *SHARED): bench.engine(mode) # the others find on disk what the first has tried
+        for mode in ('mtp_batch', *SHARED, UNPINNED): bench.engine(mode) # the others find on disk what the first has tried
         out = dict(cadence=bench.cadence(), behind={m: bench.behind(m) for m in SHARED})
-        return out | dict(plain=bench.plain(seconds * .3), drafts=bench.drafts(seconds * .3, widths))
+        return out | dict(plain=bench.plain(seconds * .3), drafts={m: bench.drafts(m, seconds * .2, widths) for m in ('mtp_batch', UNPINNED)})
     finally: bench.close()
 
 
