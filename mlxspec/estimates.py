@@ -17,16 +17,13 @@ import numpy as np
 from .core import StepResult
 
 # %% auto #0
-__all__ = ['Option', 'WARM_UP', 'ODD', 'NEW', 'RESTLESS', 'DRIFT', 'PRIOR', 'WEIGHT', 'MAX_ROWS', 'FLAT', 'LONG', 'SHORT',
-           'DOUBT', 'ADOPT', 'Cell', 'Costs', 'warm_up', 'shown', 'judged', 'jump', 'settle', 'correct', 'hazards',
-           'expected_tokens', 'spread', 'tries', 'Acceptance', 'Curve', 'make_curve']
+__all__ = ['Option', 'WARM_UP', 'RESTLESS', 'DRIFT', 'ODD', 'NEW', 'PRIOR', 'WEIGHT', 'MAX_ROWS', 'FLAT', 'LONG', 'SHORT',
+           'DOUBT', 'ADOPT', 'Cell', 'Book', 'warm_up', 'shown', 'correct', 'settle', 'jump', 'judged', 'Costs',
+           'hazards', 'expected_tokens', 'spread', 'tries', 'Acceptance', 'Curve', 'make_curve']
 
 # %% ../nbs/26_estimates.ipynb #28563c32
 Option = tuple[str, int]              # arm, verify rows
 WARM_UP = 3                           # steps of an option whose median counts
-ODD = 3                               # errors in a row that make a jump, and standard deviations that make an error odd
-NEW = 6                               # steps during which an arm has just been entered
-RESTLESS, DRIFT = 1e-4, 0.01 / 3000   # growth of squared errors: of the log pace per step, of a log price per token of absence
 
 @dataclass(slots=True)
 class Cell:
@@ -37,8 +34,8 @@ class Cell:
     noise: float = 0.05 ** 2          # variance of the log seconds of one step
     first: list[float] = field(default_factory=list) # log seconds at pace 1 of the first steps, ascending
 
-class Costs:
-    "Seconds per step of every option, and how sure they are."
+class Book:
+    "Log pace and log prices with the covariance of their errors."
     def __init__(self):
         self.cells: dict[Option, Cell] = {}
         self.x = np.zeros(1)          # log pace, then the log prices (of seconds)
@@ -70,17 +67,8 @@ class Costs:
             cov[:n, :n], self.cov = self.cov, cov
         return self.cells[o]
 
-    def add(self, o: Option, seconds: float, now: float) -> None: # now: tokens
-        "Learn from one step."
-        c, log_s = self.cell(o), math.log(seconds)
-        if o[0] != self.arm: self.arm, self.left, self.steps = o[0], self.arm, 0
-        age, c.at, c.n, self.steps = now - c.at, now, c.n + 1, self.steps + 1
-        self.cov[0, 0] += RESTLESS
-        if c.n <= WARM_UP: return warm_up(self, c, log_s)
-        self.cov[c.row, c.row] += DRIFT * max(age, 0.0)
-        correct(self, c, judged(self, o, log_s - self.x[0] - self.x[c.row]))
-
-def warm_up(b: Costs, c: Cell, log_s: float) -> None:
+# %% ../nbs/26_estimates.ipynb #6282d42d
+def warm_up(b: Book, c: Cell, log_s: float) -> None:
     "The first steps of an option: the median at the pace of the moment, whose error it inherits."
     c.first = sorted([*c.first, log_s - b.x[0]])
     b.x[c.row] = c.first[len(c.first) // 2]
@@ -88,11 +76,42 @@ def warm_up(b: Costs, c: Cell, log_s: float) -> None:
         b.cov[c.row], b.cov[:, c.row] = -b.cov[0], -b.cov[0]
         b.cov[c.row, c.row] = b.cov[0, 0] + c.noise / 2
 
-def shown(b: Costs, c: Cell) -> tuple[np.ndarray, float]: # covariance of all with what a step shows, variance of that
+# %% ../nbs/26_estimates.ipynb #10cf59f4
+RESTLESS, DRIFT = 1e-4, 0.01 / 3000   # growth of squared errors: of the log pace per step, of a log price per token of absence
+
+def shown(b: Book, c: Cell) -> tuple[np.ndarray, float]: # covariance of all with what a step shows, variance of that
     k = b.cov[:, 0] + b.cov[:, c.row]
     return k, float(k[0] + k[c.row]) + c.noise
 
-def judged(b: Costs, o: Option, error: float) -> float: # the error as far as it counts
+def correct(b: Book, c: Cell, error: float) -> None:
+    "The filter's step: move everything by its share in the error."
+    k, s = shown(b, c)
+    b.x += error / s * k
+    b.cov -= np.outer(k / s, k)
+
+# %% ../nbs/26_estimates.ipynb #83af0e86
+ODD = 3                               # errors in a row that make a jump, and standard deviations that make an error odd
+NEW = 6                               # steps during which an arm has just been entered
+
+def settle(b: Book) -> None:
+    "Whose jump was the last one? Known when another arm was looked at since: did the price go with it?"
+    if b.jumped is None: return
+    o, before, error = b.jumped
+    others = [p for p in b.cells if p[0] != o[0] and b.known(p)]
+    if min((b.var({o: 1, p: -1}) for p in others), default=1.0) > 0.02: return
+    share = (float(b.x[b.cells[o].row]) - before) / error
+    b.blame += 0.3 * (min(max(share, 0.02), 1.0) - b.blame)
+
+def jump(b: Book, o: Option, error: float) -> None:
+    "The machine or the arm has changed: widen what is believed of both, and learn from how the last jump was settled."
+    settle(b)
+    b.jumped = o, float(b.x[b.cells[o].row]), error
+    b.cov[0, 0] += error * error
+    for arm in {b.arm, b.left if b.steps <= NEW else None}:
+        rows = [x.row for (a, _), x in b.cells.items() if a == arm]
+        b.cov[np.ix_(rows, rows)] += b.blame * error * error
+
+def judged(b: Book, o: Option, error: float) -> float: # the error as far as it counts
     "Learn how noisy steps are; clip an odd error, or take it for a jump."
     c = b.cells[o]
     s = shown(b, c)[1]
@@ -107,29 +126,18 @@ def judged(b: Costs, o: Option, error: float) -> float: # the error as far as it
     jump(b, o, error)
     return error
 
-def jump(b: Costs, o: Option, error: float) -> None:
-    "The machine or the arm has changed: widen what is believed of both, and learn from how the last jump was settled."
-    settle(b)
-    b.jumped = o, float(b.x[b.cells[o].row]), error
-    b.cov[0, 0] += error * error
-    for arm in {b.arm, b.left if b.steps <= NEW else None}:
-        rows = [x.row for (a, _), x in b.cells.items() if a == arm]
-        b.cov[np.ix_(rows, rows)] += b.blame * error * error
-
-def settle(b: Costs) -> None:
-    "Whose jump was the last one? Known when another arm was looked at since: did the price go with it?"
-    if b.jumped is None: return
-    o, before, error = b.jumped
-    others = [p for p in b.cells if p[0] != o[0] and b.known(p)]
-    if min((b.var({o: 1, p: -1}) for p in others), default=1.0) > 0.02: return
-    share = (float(b.x[b.cells[o].row]) - before) / error
-    b.blame += 0.3 * (min(max(share, 0.02), 1.0) - b.blame)
-
-def correct(b: Costs, c: Cell, error: float) -> None:
-    "The filter's step: move everything by its share in the error."
-    k, s = shown(b, c)
-    b.x += error / s * k
-    b.cov -= np.outer(k / s, k)
+# %% ../nbs/26_estimates.ipynb #7bf528b5
+class Costs(Book):
+    "Seconds per step of every option, and how sure they are."
+    def add(self, o: Option, seconds: float, now: float) -> None: # now: tokens
+        "Learn from one step."
+        c, log_s = self.cell(o), math.log(seconds)
+        if o[0] != self.arm: self.arm, self.left, self.steps = o[0], self.arm, 0
+        age, c.at, c.n, self.steps = now - c.at, now, c.n + 1, self.steps + 1
+        self.cov[0, 0] += RESTLESS
+        if c.n <= WARM_UP: return warm_up(self, c, log_s)
+        self.cov[c.row, c.row] += DRIFT * max(age, 0.0)
+        correct(self, c, judged(self, o, log_s - self.x[0] - self.x[c.row]))
 
 # %% ../nbs/26_estimates.ipynb #45e00378
 PRIOR, WEIGHT, MAX_ROWS = 0.6, 2.0, 64
