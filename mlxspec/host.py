@@ -167,7 +167,7 @@ async def enter(host: Host, req: Any) -> Turn:
 
 # %% ../nbs/41_host.ipynb #3300124d
 def honest(host: Host, e: BaseException) -> BaseException:
-    "The error as the client should understand it."
+    "The error as the client should understand it; `e` itself keeps its cause."
     return (unavailable(host) or e) if isinstance(e, Cancelled) and host.stopping else e
 
 async def whole(host: Host, req: Any) -> dict:
@@ -177,7 +177,7 @@ async def whole(host: Host, req: Any) -> dict:
         async for what in steps(turn.feed, len(turn.jobs)):
             if what and what[1]: turn.response.choices[what[0]].add(what[1])
         return turn.response.body(*await turn.ending())
-    except Cancelled as e: raise honest(host, e) from None
+    except Cancelled as e: raise honest(host, e) from e.__cause__
     finally: turn.cancel()
 
 # %% ../nbs/41_host.ipynb #a94ccba0
@@ -190,7 +190,7 @@ async def begin(host: Host, req: Any) -> tuple[Turn, Item | None]:
         return turn, first
     except BaseException as e:
         turn.cancel()
-        raise honest(host, e) from None
+        raise honest(host, e) from e.__cause__ # `from None` would wipe it, and with it what out_of_memory asks
 
 MAX_WRITE = 16384 # characters of events that leave together, about
 

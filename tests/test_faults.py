@@ -1,5 +1,6 @@
 """Faults of models, drafters and machines, seen through HTTP with a real engine: what the client is told, and that the next good request is
 answered as if nothing had happened. (The server's own faults are in test_hardening.py.)"""
+import itertools
 import json
 import subprocess
 import sys
@@ -186,13 +187,14 @@ def test_38_a_target_that_fails_ends_one_request(opened, monkeypatch, name, mode
     for f in ('forward', 'step'): monkeypatch.setattr(target, f, fails(getattr(target, f)))
     def after_some(prompt, params, on_chunk): # the fault comes after the first tokens
         return submit(prompt, params, lambda chunk: (on_chunk(chunk), say.append(1)))
-    for stream in (False, True):
+    for stream, early in itertools.product((False, True), (False, True)): # early: while the prompt is read
         assert c.get('/health')['prefix']['entries'] == 1
         with monkeypatch.context() as m:
-            m.setattr(c.engine, 'submit', after_some)
+            if early: say.append(1)
+            else: m.setattr(c.engine, 'submit', after_some)
             r = c.post(dict(stream=stream), prompt='ab cd')
-        error = json.loads(r.text.split('data: ')[-1])['error'] if stream else r.json()['error']
-        assert error['code'] == code and 'kernel' not in r.text and r.status_code == (200 if stream else 500) and '[DONE]' not in r.text
+        error = json.loads(r.text.split('data: ')[-1])['error'] if stream and not early else r.json()['error']
+        assert error['code'] == code and 'kernel' not in r.text and r.status_code == (200 if stream and not early else 500) and '[DONE]' not in r.text
         say.clear()
         health = c.get('/health')
         assert health['status'] == 'ok' and health['prefix']['entries'] == (code != 'out_of_memory') and not health['scheduler']['running']
