@@ -190,11 +190,11 @@ class Seat:
         "Do something for this request; what it raises ends this request."
         try: return fn(*args)
         except MlxspecError as e: self.fail(e.with_traceback(None)) # the frames hold the request, whose future holds the error: arrays would wait for the garbage collector
-        except Exception as e: # a fault of ours or of MLX: this request ends with it, and the log has the details
+        except BaseException as e: # a fault of ours, of MLX or of a listener, of whatever kind: this request ends with it, and the log has the details
             _log.exception('a request failed')
             self.fail(sorry(e.with_traceback(None)))
 
-def sorry(cause: Exception) -> EngineError:
+def sorry(cause: BaseException) -> EngineError:
     "The one sentence for a fault whose details are in the log."
     error = EngineError('The engine failed on this request; the log has the details.')
     error.__cause__ = cause

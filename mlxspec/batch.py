@@ -329,7 +329,8 @@ def choose(unit: Unit, widths: tuple[int, ...]) -> Choice: # widths that may run
     if not reach: return Choice(plain('no_match'), offers, whys)
     if pilot.gate is None: return Choice(replace(widest(reach, 'force'), k=widths[-1]), offers, whys)
     want, free = pilot.gate.next_step(n, reach, max(unit.ends)), True
-    if want.kind is GateStep.MeasureDecode and any(s.course and s.course.rules.pinned(s.course.place) for s in unit.seats):
+    young = any(o and s.course and s.course.rules.pinned(s.course.place) for o, s in zip(offers, unit.seats, strict=True)) # and has something to offer
+    if want.kind is GateStep.MeasureDecode and young:
         want, free = pilot.gate.pinned_step(n, reach), False
     if want.kind is GateStep.MeasureDecode:
         return Choice(want, offers, ['look' if want.look else 'parked' if o else w for o, w in zip(offers, whys, strict=True)], True)

@@ -125,8 +125,8 @@ def branch_step(seat: Seat, company: Company) -> tuple[str, int]: # lane: 'hyper
         rows = next((w for w in widths if w >= need), widths[-1])
         if w := company.warning(rows, [run.cached] * m): seq.stats.level, seq.stats.warning = 'none', seq.stats.warning or w
         result, chunk, drafted = branch_round(seat, company, proposals, rows)
-    elif m: (result, chunk), drafted = verify_step(seat.target, run, fit(seat.target, run, proposals[0])), len(proposals[0])
-    else: (result, chunk), drafted, reason = plain_step(seat.target, run), 0, 'no_match'
+    elif m and len(p := fit(seat.target, run, proposals[0])): (result, chunk), drafted = verify_step(seat.target, run, p), len(p)
+    else: (result, chunk), drafted, reason = plain_step(seat.target, run), 0, 'exactness_context' if m else 'no_match'
     result = replace(result, wall_s=result.wall_s + draft_s, arm=ARM, phases=result.phases | dict(draft=draft_s))
     seq.stats.record(replace(result, drafted=drafted), reason)
     if seat.course: seat.course.record(result, [t.id for t in chunk.tokens])

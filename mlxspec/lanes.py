@@ -145,7 +145,7 @@ class Batched:
         party = self._party(seat)
         self._go += 1 + len(party) * max(s.portion for s in party) if party else self.plan.chunk
         if not party: return 'probe'
-        if not seat.read: read_step(self.company, party)
+        if not seat.read and not seat.ended: read_step(self.company, party)
         for s in party:
             if s.read: s.attempt(s.begin)
             if s.read or s.ended: del self.opening[s]
@@ -157,11 +157,12 @@ class Batched:
         "Who reads now: the next in turn, and others with short prompts where they may be read in one forward."
         if not self._enter(seat): return []
         party, most = [seat], max((n for n in range(2, self.widest + 1) if self.company.may_read(n)), default=1) if self._whole(seat) else 1
+        room = self.plan.chunk - (self._go if self.units or self.parties() else 0) # tokens until it is the others' turn
         for s in [s for s in self.opening if s is not seat] if most > 1 else ():
             if not self._enter(s): return []
             more = [*party, s]
             sizes = [x.portion for x in more]
-            if self._whole(s) and len(more) * max(sizes) <= min(self.plan.chunk, 1.5 * sum(sizes)): party = more # a third of it padding at most
+            if self._whole(s) and len(more) * max(sizes) <= min(room, 1.5 * sum(sizes)): party = more # a third of it padding at most
             if len(party) == most: break
         return party if self.company.may_read(len(party)) else party[:1]
 
@@ -278,7 +279,7 @@ class Floor:
         self.ended: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._over: BaseException | None = None
-        self._called = False # a stepper is on its way and has not looked yet
+        self._called = False # a stepper is on its way, or serves
 
     def enter(self, request: Request, patience: float | None = None, # seconds in line at most; None: as everybody
              ) -> bool: # whether a stepper has to be started
@@ -303,16 +304,16 @@ class Floor:
         "Serve until nobody is left."
         try:
             while self.look():
-                yield self.mode.step()
+                yield self.mode.step() if self.seats else 'idle'
             self.mode.rest()
         except BaseException as e: # GeneratorExit: the scheduler is told to end
             for seat in self.seats.values(): seat.fail(Cancelled('The request was cancelled.') if isinstance(e, GeneratorExit) else e)
             self._sweep()
+            with self._lock: self._called = False
             raise
 
     def look(self) -> bool: # whether there is somebody to serve
         "Between two steps: who has ended, gone, waited too long, come?"
-        with self._lock: self._called = False
         for request, seat in self.seats.items():
             if request.gone: seat.fail(Cancelled('The request was cancelled.'))
         self._sweep()
@@ -321,7 +322,8 @@ class Floor:
             self.mode.admit(seat)
         for seat in self.seats.values() if len(self.seats) > 1 else (): # no single requests any more, as far as the policy measures
             if seat.course: seat.course.apart = seat.course.apart or 'shared'
-        return bool(self.seats)
+        with self._lock: self._called = bool(self.seats) or len(self.room) > 0 # who comes from now on, after a no, needs another stepper
+        return self._called
 
     def _sweep(self) -> None:
         "Let those go who have ended."
@@ -338,7 +340,8 @@ class Floor:
              ) -> None:
         "Nobody will serve any more. Any thread."
         with self._lock: self._over = then
-        for request in [*self.seats, *(r for r, _ in self.room.close())]: self._count(request, e)
+        here, self.seats = self.seats, {} # whom nobody else will count
+        for request in [*here, *(r for r, _ in self.room.close())]: self._count(request, e)
 
     def snapshot(self) -> dict: # for `/health`, over the scheduler's
         "Requests, not steppers, are what people want to see counted."

@@ -374,6 +374,59 @@ def test_a_forward_that_fails_for_several_prompts_ends_them_alone(monkeypatch):
     assert not f.floor.seats and f.floor.room.active == 0
 
 
+def test_a_floor_needs_one_stepper_however_many_come():
+    "One while anybody is here, and another one for the first who comes later."
+    f = Floors('ar_batch', h.target('llama'))
+    def enter(): return f.floor.enter(f.request(b'abc', Params(max_tokens=6, ignore_eos=True)))
+    assert enter() and not enter()
+    called = []
+    while f.step(): called += [enter()] if len(called) < 9 else []
+    assert called == [False] * 9 and enter()
+
+
+def test_an_engine_that_is_never_idle_has_one_stepper_in_line():
+    with Engine.from_model(tiny_model('llama'), byte_tokenizer(), scheduler_mode='ar_batch', drafter='none', max_active_requests=2, prefix_cache_bytes=0) as e:
+        held = e.submit([65], Params(max_tokens=400, ignore_eos=True))
+        for _ in range(5): e.submit([66], Params(max_tokens=2, ignore_eos=True)).future.result(60)
+        assert not held.future.done() and not e._scheduler._desk.bands.foreground.steppers
+        held.cancel()
+
+
+@pytest.mark.parametrize('mode', ('serial', 'ar_batch'))
+def test_who_is_here_when_the_engine_closes_is_counted_once(mode):
+    e, begun = Engine.from_model(tiny_model('llama'), byte_tokenizer(), scheduler_mode=mode, drafter='none', prefix_cache_bytes=0), threading.Event()
+    jobs = [e.submit([65], Params(max_tokens=4000, ignore_eos=True), lambda c: begun.set())]
+    assert begun.wait(60)
+    jobs += [e.submit([66 + i], Params(max_tokens=400, ignore_eos=True)) for i in range(2)]
+    e.close()
+    assert all(isinstance(j.future.exception(60), Cancelled) for j in jobs) and e.snapshot()['scheduler']['cancelled'] == 3
+
+
+@pytest.mark.parametrize('mode', MODES)
+@pytest.mark.parametrize('kind', (asyncio.CancelledError, SystemExit))
+def test_a_listener_that_raises_what_is_no_exception_ends_its_own_request(mode, kind):
+    f = Floors(mode, h.target('llama'))
+    def leave(chunk): raise kind()
+    rs = [f.request([65 + i, 66], Params(max_tokens=6, ignore_eos=True), on_chunk=leave if i == 1 else None) for i in range(3)]
+    for r in rs: f.floor.enter(r)
+    f.run()
+    assert isinstance(rs[1].future.exception(0), EngineError) and [len(rs[i].future.result(0).tokens) for i in (0, 2)] == [6, 6]
+
+
+def test_prompts_read_together_are_no_more_than_is_left_of_a_chunk(reads):
+    "So that those who decode do not wait for two of them."
+    t = h.target('llama')
+    f = Floors('ar_batch', t, beside=unpromising(t))
+    run = f.request(b'x', Params(max_tokens=60, ignore_eos=True))
+    f.floor.enter(run)
+    while len(run.seq.emitted) < 4: f.step()
+    for i in range(6): f.floor.enter(f.request([65 + i] * 4, Params(max_tokens=4, ignore_eos=True))) # three rows each to read, a chunk has eight
+    seen = len(f.lanes)
+    while 'plain' not in f.lanes[seen:] and 'plain_batch' not in f.lanes[seen:]: f.step()
+    assert f.lanes[seen:].count('prefill') == 1 and reads == [(2, 3)]
+    f.run()
+
+
 @pytest.mark.parametrize('mode', SHARED)
 def test_a_long_prompt_does_not_stop_those_who_run(mode):
     "Between two chunks of it everybody who runs gets a token."
