@@ -19,16 +19,16 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from .config import ALL, FALSE, TABLE, TRUE, Row, Settings, either, load_settings, near_miss, read_file, settings_table, user_file
+from .config import ALL, FALSE, TABLE, TRUE, Row, Settings, either, load_settings, near_miss, read_file, settings_json, settings_table, user_file
 from .core import ConfigError, MlxspecError, notice
 
 # %% auto #0
 __all__ = ['Command', 'COMMANDS', 'BY_PLACE', 'URL', 'UNWRITABLE', 'Parser', 'takes', 'add_options', 'command', 'parser_of',
-           'halves', 'overview', 'version', 'unknown', 'unknown_command', 'apart', 'parse', 'Teller', 'tell', 'loading',
-           'load', 'console', 'prompt_text', 'response_body', 'with_drafts', 'print_stream', 'generate', 'demo',
-           'serve', 'with_lines', 'config_show', 'config_set', 'doctor', 'probe', 'server_key', 'policy_show',
-           'policy_export', 'policy_clear', 'split_mtp', 'run_command', 'open_streams', 'complain', 'leave', 'main',
-           'outcome']
+           'halves', 'overview', 'version', 'unknown', 'unknown_command', 'apart', 'as_flags', 'parse', 'Teller',
+           'tell', 'loading', 'load', 'console', 'prompt_text', 'response_body', 'with_drafts', 'print_stream',
+           'generate', 'demo', 'serve', 'with_lines', 'config_show', 'config_set', 'doctor', 'probe', 'server_key',
+           'policy_show', 'policy_export', 'policy_clear', 'split_mtp', 'run_command', 'open_streams', 'complain',
+           'leave', 'main', 'outcome']
 
 # %% ../nbs/60_cli.ipynb #130b5faa
 class Parser(argparse.ArgumentParser):
@@ -36,8 +36,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn: raise ConfigError(f'{message[0].upper()}{message[1:]}.')
 
 def takes(command: str, r: Row) -> bool:
-    "Whether a command has the flag of an option. Those that only look at options have all."
-    if command in ('config show', 'config set', 'doctor'): return bool(r.commands)
+    "Whether a command has the flag of an option. Those that only look at options have all that some command has, and what can be written can be set."
+    if command in ('config show', 'doctor'): return bool(r.commands)
+    if command == 'config set': return True
     return command in r.commands or command.split()[0] in r.commands
 
 def add_options(parser: argparse.ArgumentParser,
@@ -128,12 +129,25 @@ def apart(words: list[str]) -> list[str]:
     bare = {r.flag for r in TABLE.values() if r.kind == 'bool'}
     return [f'{w}=true' if w in bare and after not in TRUE + FALSE else w for w, after in zip(words, [*words[1:], ''], strict=False)]
 
+def as_flags(words: list[str]) -> list[str]: # behind `config set`
+    "The same with NAME VALUE, or NAME=VALUE, as flags. ConfigError for a name that no option has."
+    out, rest = [''], iter(words)
+    valued = {r.flag for r in TABLE.values() if r.kind != 'bool'}
+    for w in rest:
+        name, eq, value = w.partition('=')
+        if w.startswith('-') or out[-1] in valued or w in TRUE + FALSE: out.append(w) # a flag, or its value
+        elif name not in TABLE: raise ConfigError(f'There is no option {name!r} to set.{near_miss(name, TABLE)}')
+        elif not eq and (value := next(rest, None)) is None: raise ConfigError(f'{name} needs a value.')
+        else: out.append(f'{TABLE[name].flag}={value}')
+    return out[1:]
+
 def parse(argv: list[str]) -> tuple[Command, argparse.Namespace, dict[str, str]]: # function, own arguments, given options
     "Understand a command line. Raises `ConfigError`."
     name, *rest = argv
     if rest and f'{name} {rest[0]}' in COMMANDS: name, *rest = f'{name} {rest[0]}', *rest[1:]
     if name not in COMMANDS: raise unknown_command(name)
     if 'text' in COMMANDS[name][2]: rest = apart(rest)
+    if name == 'config set': rest = as_flags(rest)
     args, extra = parser_of(name).parse_known_args(rest)
     if extra: raise unknown(extra[0], name)
     given = {n: vars(args).pop(n) for n in TABLE if n in args}
@@ -276,19 +290,21 @@ def with_lines(text: str, values: dict[str, Any]) -> str:
         if not n: text = text.rstrip('\n') + '\n' * bool(text.strip()) + line + '\n'
     return text
 
-@command('config show', 'Print all options, their values and where these came from')
+@command('config show', 'Print all options, their values and where these came from',
+         json=dict(action='store_true', help='print a JSON object: name -> value and origin'))
 def config_show(args: argparse.Namespace, settings: Settings) -> int:
     "Print the table."
-    print(settings_table(settings))
+    import json
+    print(json.dumps(settings_json(settings), indent=2) if args.json else settings_table(settings))
     return 0
 
-@command('config set', 'Write the options that are given as flags into the config file')
+@command('config set', 'Write options into the config file: NAME VALUE, or as flags')
 def config_set(args: argparse.Namespace, settings: Settings) -> int:
     "Write them, and say where."
     path = settings.config or user_file()
     values = {n: getattr(settings, n) for n, r in TABLE.items() if settings.origin(n) == r.flag and n != 'config'}
     if path is None: raise ConfigError('There is no home directory; name a file with --config.')
-    if not values: raise ConfigError('Nothing to set; name options as flags, as in mlxspec config set --port 9000.')
+    if not values: raise ConfigError('Nothing to set; name options and values, as in mlxspec config set port 9000.')
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         new = path.with_name(path.name + '.new')

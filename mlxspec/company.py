@@ -18,7 +18,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from .cache import is_recurrent
-from .core import Forward, MlxspecError, ladder
+from .core import Forward, MlxspecError, ladder, notice
 from .exactness import LONG, SHORT, Difference, Memo, Stage, difference, heard, law_differs, set_stage, writes_differ
 from .intercept import intercept
 from .ragged import STEP, Ragged, RaggedKV, runs_side_by_side, strip
@@ -273,6 +273,7 @@ class Company:
 
     def learn(self, width: int, k: int) -> Generator[None, None, None]: # k: most rows of each
         "Try what batches of so many sequences may want to run, one forward at a time."
+        if not self.known(width, k): notice(f'comparing {width} requests side by side with single ones, once per machine ...')
         for r in (1, *ladder(k)): yield from self.probe(width, r)
 
     def probe(self, width: int, rows: int) -> Generator[None, None, None]:

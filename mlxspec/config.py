@@ -20,7 +20,7 @@ from .core import ConfigError, Params
 __all__ = ['log', 'ALL', 'PROBE', 'TRUE', 'FALSE', 'WORDS', 'PARSE', 'MODES', 'SHARED', 'TABLE', 'SAMPLING', 'option', 'Row',
            'table_of', 'parse_bool', 'either', 'accepted', 'parse_path', 'check', 'typed', 'within', 'Settings',
            'near_miss', 'row', 'override', 'raw_env', 'from_env', 'read_file', 'user_file', 'config_files',
-           'load_settings', 'shown_value', 'settings_table', 'options_markdown']
+           'load_settings', 'shown_value', 'settings_json', 'settings_table', 'options_markdown']
 
 # %% ../nbs/01_config.ipynb #be1657b8
 log = logging.getLogger('mlxspec')
@@ -185,12 +185,12 @@ class Settings:
     prefill_chunk_tokens: int = option(512, 'prompt tokens read per forward; between two of them, requests that are running get their turn', lo=1)
     mtp_adaptive: bool = option(True, 'measure whether the multi-token head pays on this machine', ('serve',))
     enable_mtp_b1: bool | None = option(None, 'pin the multi-token head on or off instead of measuring', ('serve',))
-    mtp_gate: str = option('auto', 'what picks the next step: the budget or the window gate, always speculate, never',
+    mtp_gate: str = option('auto', 'what picks the next step: auto (the budget gate), the window or the budget gate, force: drafts whenever there are any, off: none',
                            choices=('auto', 'window', 'budget', 'force', 'off'))
     mtp_gate_force: bool = option(False, 'the same as mtp_gate = force, unless the flag says otherwise', ())
     mtp_gate_reprobe: int = option(256, 'window gate: plain tokens until speculation is tried again', (), lo=1, lenient=True)
     mtp_gate_refresh: int = option(1024, 'window gate: tokens until plain decoding is measured again', (), lo=1, lenient=True)
-    spec_entry_pin: int = option(8, 'first tokens of an answer for which the gate is not asked; 0: none', (), lo=0, lenient=True)
+    spec_entry_pin: int = option(8, 'first tokens of an answer in which the gate may not choose plain decoding; 0: none', (), lo=0, lenient=True)
     spec_think: bool = option(True, 'speculate inside thoughts', ('serve', 'generate'))
     dflash_spec_think: bool = option(False, 'speculate inside thoughts, unless the flag says otherwise', ())
     resume_guard: int = option(0, 'tokens after the start or a thought before speculation', ('serve',), lo=0)
@@ -302,6 +302,11 @@ def shown_value(s: Settings, name: str) -> str:
     "A value for people; a secret is only said to be there."
     v = getattr(s, name)
     return '-' if v is None else '(set)' if TABLE[name].secret else str(v)
+
+def settings_json(s: Settings) -> dict[str, dict[str, Any]]: # JSON values
+    "Name -> value and origin, for programs."
+    plain = lambda n, v: v if not TABLE[n].secret and isinstance(v, bool | int | float | None) else shown_value(s, n)
+    return {n: dict(value=plain(n, getattr(s, n)), origin=s.origin(n)) for n in TABLE}
 
 def settings_table(s: Settings) -> str:
     "One line per option: name, value, origin."

@@ -69,6 +69,8 @@ def test_version():
     (['policy', 'show', '--port', '1'], ['--port is an option of mlxspec serve']), (['policy', 'show', '--url', 'x'], ['http://']),
     (['policy', 'show', '--url', 'http://127.0.0.1:1'], ['No server answers at http://127.0.0.1:1']), (['policy', 'clear', '--url', 'http://x'], ['--url']),
     (['generate'], ['mlxspec generate TEXT', '-p TEXT']), (['generate', 'x', '-p', 'y'], ['once']), (['generate', 'two', 'words'], ["'words'", 'quotes']), (['generate', ''], ['The prompt is empty.']), (['generate', '-p', ' \n'], ['The prompt is empty.']), (['generate', '-p', '-'], ['The prompt is empty.']),
+    (['config', 'set', 'scheduler_mode', 'turbo'], ['--scheduler-mode must be serial, cooperative']), (['config', 'set', 'scheduler_mod', 'x'], ['Did you mean scheduler_mode?']),
+    (['config', 'set', 'scheduler_mode'], ['scheduler_mode needs a value']),
     (['generate', '-p', 'x', '--host', 'y'], ['--host is an option of mlxspec serve']), (['generate', '-p', 'x', '--seed', 'y'], ['--seed']),
     (['generate', '-p', 'x', '--temperature', 'nan'], ['between 0 and 2']), (['generate', '-p', 'x', '--json', '--show'], ['--json and --show']),
     (['serve', '--cache-dir', '~nobody-of-this-name/x'], ['--cache-dir must be a path']), (['serve', '--config='], ['--config must be a path']),
@@ -312,6 +314,10 @@ def test_config_set_and_doctor(tmp_path):
     assert (code, err) == (0, '') and (tmp_path/'c.toml').read_text() == '# mine\nno_spec = true\nhost = "::1"\n'
     assert any(line.split()[:2] == ['host', '::1'] for line in run('config', 'show')[1].splitlines())
     assert run('config', 'set')[0] == 2
+    code, out, err = run('config', 'set', 'scheduler_mode', 'ar_batch', '--no-spec', 'max_active_requests=3', '--no-spec', 'false')
+    assert (code, err) == (0, '') and (tmp_path/'c.toml').read_text().splitlines()[2:] == ['host = "::1"', 'max_active_requests = 3', 'scheduler_mode = "ar_batch"'], out + err
+    shown = json.loads(run('config', 'show', '--json')[1])
+    assert shown['scheduler_mode'] == dict(value='ar_batch', origin=str(tmp_path/'c.toml')) and shown['max_active_requests']['value'] == 3 and shown['no_spec']['value'] is False
     code, out, err = run('doctor', '--json', '--host', '127.0.0.1')
     assert (code, err, json.loads(out)['ok']) == (0, '', True), out
     code, out, err = run('doctor', '--host', '0.0.0.0')

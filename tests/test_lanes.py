@@ -33,6 +33,7 @@ from mlxspec.pilot import Pilot, Rules
 from mlxspec.policy import MtpPolicy
 from mlxspec.ragged import Ragged
 from mlxspec.sequence import Sequence
+from mlxspec.strategies import OneWay
 from mlxspec.target import Target
 from mlxspec.text import TextStream
 from mlxspec.tiny import byte_tokenizer, tiny_model
@@ -411,6 +412,24 @@ def test_a_listener_that_raises_what_is_no_exception_ends_its_own_request(mode, 
     for r in rs: f.floor.enter(r)
     f.run()
     assert isinstance(rs[1].future.exception(0), EngineError) and [len(rs[i].future.result(0).tokens) for i in (0, 2)] == [6, 6]
+
+
+@dataclass(frozen=True)
+class OnlyFour(OneWay):
+    "Alone only four rows are exact, not two or three."
+    def max_width(self, kv_len, at_most): return 4 if at_most >= 4 else 1
+
+
+@pytest.mark.parametrize('asked', (5, 6))
+def test_a_branch_that_is_cut_to_nothing_is_a_plain_step(asked):
+    "A prediction of which too little is left for an exact width, as the only candidate."
+    def engine(mode, **more): return Engine.from_model(tiny_model('llama'), byte_tokenizer(), scheduler_mode=mode, prefix_cache_bytes=0, **more)
+    with engine('serial', drafter='none') as e: want = [t.id for t in e.generate([65, 66, 67], max_tokens=12, ignore_eos=True).tokens]
+    with engine('hyper', drafter='lookup', exactness='off', draft_block_size=4, mtp_allow_inexact=True, mtp_gate='force') as e:
+        e.call(setattr, e._target, 'ways', OnlyFour())
+        r = e.submit([65, 66, 67], Params(max_tokens=12, ignore_eos=True, prediction=tuple(want[:asked]))).future.result(60)
+    s = r.stats
+    assert [t.id for t in r.tokens] == want and s.reasons['exactness_context'] and s.drafted == sum(n for n, _ in s.sources.values())
 
 
 def test_prompts_read_together_are_no_more_than_is_left_of_a_chunk(reads):
