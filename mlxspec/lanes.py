@@ -147,7 +147,7 @@ class Batched:
         if not party: return 'probe'
         if not seat.read and not seat.ended: read_step(self.company, party)
         for s in party:
-            if s.read: s.attempt(s.begin)
+            if s.read and not s.ended: s.attempt(s.begin)
             if s.read or s.ended: del self.opening[s]
             if s.read and not s.ended: self.ready[s] = time.monotonic()
         if seat in self.opening and seat is not first: self.opening[seat] = self.opening.pop(seat) # to the end of the line
@@ -322,8 +322,8 @@ class Floor:
             self.mode.admit(seat)
         for seat in self.seats.values() if len(self.seats) > 1 else (): # no single requests any more, as far as the policy measures
             if seat.course: seat.course.apart = seat.course.apart or 'shared'
-        with self._lock: self._called = bool(self.seats) or len(self.room) > 0 # who comes from now on, after a no, needs another stepper
-        return self._called
+        with self._lock: self._called = more = bool(self.seats) or len(self.room) > 0 # who comes from now on, after a no, needs another stepper
+        return more
 
     def _sweep(self) -> None:
         "Let those go who have ended."

@@ -1,5 +1,6 @@
 """Faults of models, drafters and machines, seen through HTTP with a real engine: what the client is told, and that the next good request is
 answered as if nothing had happened. (The server's own faults are in test_hardening.py.)"""
+import contextlib
 import itertools
 import json
 import subprocess
@@ -48,12 +49,14 @@ class Client:
 
 @pytest.fixture
 def opened(root, tmp_path):
-    engines = []
-    def open_(drafter='none', **options):
-        engines.append(Engine.load(root/'target', drafter and str(root/drafter if (root/drafter).exists() else drafter), settings=load_settings({}, {}, []), cache_dir=tmp_path, **options))
-        return Client(engines[-1])
-    yield open_
-    for e in engines: e.close()
+    with contextlib.ExitStack() as stack:
+        def open_(drafter='none', **options):
+            e = Engine.load(root/'target', drafter and str(root/drafter if (root/drafter).exists() else drafter), settings=load_settings({}, {}, []), cache_dir=tmp_path, **options)
+            stack.enter_context(e)
+            c = Client(e)
+            stack.enter_context(c.http) # one event loop for all its requests, as in a server
+            return c
+        yield open_
 
 
 # ---- row 37: drafters that fail
