@@ -16,7 +16,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 from .config import ALL, FALSE, TABLE, TRUE, Row, Settings, either, load_settings, near_miss, read_file, settings_json, settings_table, user_file
@@ -305,13 +305,15 @@ def config_set(args: argparse.Namespace, settings: Settings) -> int:
     values = {n: getattr(settings, n) for n, r in TABLE.items() if settings.origin(n) == r.flag and n != 'config'}
     if path is None: raise ConfigError('There is no home directory; name a file with --config.')
     if not values: raise ConfigError('Nothing to set; name options and values, as in mlxspec config set port 9000.')
+    new = path.with_name(path.name + '.new')
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_name(path.name + '.new')
         new.write_text(with_lines(path.read_text(encoding='utf-8') if path.exists() else '', values), encoding='utf-8')
         read_file(new)
         os.replace(new, path)
     except OSError as e: raise ConfigError(f'Cannot write {path}: {e.strerror}.') from None
+    finally:
+        with suppress(OSError): new.unlink() # it took its place, or nothing is left of it
     print(f'{", ".join(values)} set in {path}')
     return 0
 

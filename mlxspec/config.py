@@ -305,7 +305,7 @@ def shown_value(s: Settings, name: str) -> str:
 
 def settings_json(s: Settings) -> dict[str, dict[str, Any]]: # JSON values
     "Name -> value and origin, for programs."
-    plain = lambda n, v: v if not TABLE[n].secret and isinstance(v, bool | int | float | None) else shown_value(s, n)
+    plain = lambda n, v: v if isinstance(v, bool | int | float | None) else shown_value(s, n) # a secret is text
     return {n: dict(value=plain(n, getattr(s, n)), origin=s.origin(n)) for n in TABLE}
 
 def settings_table(s: Settings) -> str:

@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from .accept import accept, embeddable
 from .answer import Seat, choose_step, follow
-from .batch import Asked, block_of, say_all
+from .batch import Asked, block_of, say_all, told
 from .company import Company, Together
 from .core import Chunk, Proposal, StepResult
 from .law import NO_DRAFTS, DraftLaw, spread
@@ -123,7 +123,7 @@ def branch_step(seat: Seat, company: Company) -> tuple[str, int]: # lane: 'hyper
     if m > 1:
         need = max(map(len, proposals)) + 1
         rows = next((w for w in widths if w >= need), widths[-1])
-        if w := company.warning(rows, [run.cached] * m): seq.stats.level, seq.stats.warning = 'none', seq.stats.warning or w
+        told(company, [seat], rows, [run.cached] * m)
         result, chunk, drafted = branch_round(seat, company, proposals, rows)
     elif m and len(p := fit(seat.target, run, proposals[0])): (result, chunk), drafted = verify_step(seat.target, run, p), len(p)
     else: (result, chunk), drafted, reason = plain_step(seat.target, run), 0, 'exactness_context' if m else 'no_match'

@@ -314,10 +314,12 @@ def test_config_set_and_doctor(tmp_path):
     assert (code, err) == (0, '') and (tmp_path/'c.toml').read_text() == '# mine\nno_spec = true\nhost = "::1"\n'
     assert any(line.split()[:2] == ['host', '::1'] for line in run('config', 'show')[1].splitlines())
     assert run('config', 'set')[0] == 2
+    code, out, err = run('config', 'set', 'spec_entry_pin', '0') # a file may not say it
+    assert (code, out) == (2, '') and 'MLXSPEC_SPEC_ENTRY_PIN' in err and [p.name for p in tmp_path.iterdir() if 'toml' in p.name] == ['c.toml']
     code, out, err = run('config', 'set', 'scheduler_mode', 'ar_batch', '--no-spec', 'max_active_requests=3', '--no-spec', 'false')
     assert (code, err) == (0, '') and (tmp_path/'c.toml').read_text().splitlines()[2:] == ['host = "::1"', 'max_active_requests = 3', 'scheduler_mode = "ar_batch"'], out + err
     shown = json.loads(run('config', 'show', '--json')[1])
-    assert shown['scheduler_mode'] == dict(value='ar_batch', origin=str(tmp_path/'c.toml')) and shown['max_active_requests']['value'] == 3 and shown['no_spec']['value'] is False
+    assert shown['scheduler_mode'] == dict(value='ar_batch', origin=str(tmp_path/'c.toml')) and shown['max_active_requests']['value'] == 3 and shown['no_spec']['value'] is False and shown['api_key']['value'] is None
     code, out, err = run('doctor', '--json', '--host', '127.0.0.1')
     assert (code, err, json.loads(out)['ok']) == (0, '', True), out
     code, out, err = run('doctor', '--host', '0.0.0.0')
